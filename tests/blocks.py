@@ -1,4 +1,4 @@
-"""Blocks for tests: what is left of a tensor after some cuts."""
+"""Blocks for tests: the part of a tensor that remains after some cuts."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The largest tensor that is made: to show that something is nowhere held whole."""
+"""The largest tensor that is made: to show that a global tensor is never in memory."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Models and training in pipelines, beside one device, for tests on virtual ranks and on processes."""
+"""Models and training in pipelines, against one device, for tests on virtual ranks and on processes."""
 
 import copy
 from typing import Any

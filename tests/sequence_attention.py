@@ -1,4 +1,4 @@
-"""Attention over a sharded sequence beside one device: masks, lengths and layouts, for virtual ranks and processes."""
+"""Attention over a sharded sequence against one device: masks, lengths and layouts, for virtual ranks and processes."""
 
 import contextlib
 from typing import Any, NamedTuple
@@ -84,7 +84,7 @@ def attend(given: Case, tensors: Any, mask: Any, grad: Any) -> list[torch.Tensor
 
 
 def on_one_device(given: Case) -> list[torch.Tensor]:
-    """What it should be."""
+    """The expected result."""
     return attend(given, given.tensors[:3], given.mask, given.tensors[3])
 
 

@@ -1,4 +1,4 @@
-"""A small transformer for tests of parallel modules, and its training beside the same on one device."""
+"""A small transformer for tests of parallel modules, and its training against the same on one device."""
 
 import copy
 from collections.abc import Callable
@@ -75,7 +75,7 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 def mean_loss(loss: Any) -> torch.Tensor:
-    """The loss of the whole batch: of DTensors it is that, else the mean over the ranks."""
+    """The loss of the global batch: of DTensors it is that, else the mean over the ranks."""
     if isinstance(loss, sw.DTensor):
         return loss.full_tensor()
     if isinstance(loss, sw.RankTensor):

@@ -1,4 +1,4 @@
-"""A model whose dense layers lie on one view of a world and whose experts lie on another; beside one device."""
+"""A model with dense layers on one view of a world and experts on another, against one device."""
 
 import copy
 from typing import Any

@@ -42,10 +42,10 @@ def distribute_tensor(
         tensor: the global tensor. All ranks pass one of the same shape; the values are those of the source rank.
         device_mesh: the mesh.
         placements: how to lay it out; replicated by default.
-        src_data_rank: whose values count, as a rank of the mesh. None: every rank cuts its block out of its own
-            tensor, and nothing is moved. Inside torch.compile it must be None, and so it must on process groups for
-            an argument of a function that torch.func transforms.
-        shard_order: which axis splits a dim first, where it is not the order of the mesh.
+        src_data_rank: the rank of the mesh whose values are used. None: every rank takes its block from its own tensor,
+            without communication. It must be None inside torch.compile, and on process groups for an argument of a
+            function that torch.func transforms.
+        shard_order: which axis splits a dim first, if it is not the order of the mesh.
 
     Example:
         >>> import shardwise as sw
@@ -66,7 +66,7 @@ def distribute_tensor(
         return _distribute_transformed(tensor, mesh, placements, src_data_rank, shard_order)
     if tensor.requires_grad and not tensor.is_leaf and torch.is_grad_enabled():
         raise UnsupportedError(
-            "distribute_tensor of a tensor that was computed: its gradients would end here",
+            "distribute_tensor of a computed tensor: gradients would not reach its inputs",
             hint="DTensor.from_local(tensor, mesh).redistribute(placements=...) keeps them; detach() drops them",
         )
     with outside_transforms("distribute_tensor"):
@@ -168,7 +168,7 @@ def distribute_module(
 
 
 def _of_three(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """`function` as one of a module, values and a mesh."""
+    """`function` as a function of a module, values and a mesh."""
     given = inspect.signature(function).parameters.values()
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in given):
         return function

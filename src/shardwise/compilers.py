@@ -29,6 +29,7 @@ from shardwise.torch_private import dynamo_frames
 __all__ = [
     "COMPILER",
     "decided_by",
+    "declare_to_compiler",
     "mixes_strides",
     "never_traced",
     "not_compiled",
@@ -36,11 +37,10 @@ __all__ = [
     "refuse_named",
     "release_importing_frames",
     "single_node",
-    "tell_compiler",
     "traceable",
 ]
 
-COMPILER = "torch._dynamo"  # which some of torch's Python functions import when they first run
+COMPILER = "torch._dynamo"  # imported by some of torch's Python functions when they first run
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
@@ -50,7 +50,7 @@ _single_nodes: list[Callable[..., Any]] = []
 def single_node(function: AnyFunction) -> AnyFunction:
     """Declare a function as a single node of a graph: Dynamo does not trace its body.
 
-    Call it from traced code after `tell_compiler()`.
+    Call it from traced code after `declare_to_compiler()`.
     """
     _single_nodes.append(function)
     return function
@@ -72,14 +72,14 @@ def traceable(function: Callable[Given, Result]) -> Callable[Given, Result]:
     @functools.wraps(function)
     def either(*args: Given.args, **kwargs: Given.kwargs) -> Result:
         if is_dynamo_compiling():
-            tell_compiler()
+            declare_to_compiler()
             return traced(*args, **kwargs)
         return function(*args, **kwargs)
 
     return either
 
 
-def tell_compiler() -> bool:
+def declare_to_compiler() -> bool:
     """Declare all such functions. Dynamo runs this itself while it traces, and treats the result as a constant."""
     reason = why_not_constant()
     if reason is not None:
@@ -95,7 +95,7 @@ def tell_compiler() -> bool:
 
 
 # the attribute of torch.compiler.assume_constant_result; calling that would import the compiler
-tell_compiler._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+declare_to_compiler._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @functools.cache
@@ -111,7 +111,7 @@ def release_importing_frames() -> None:
 
 @functools.cache
 def mixes_strides() -> bool:
-    """Whether this torch gives results of compiled code their symbolic sizes for strides, as 2.11 does."""
+    """Whether this torch uses symbolic sizes as strides in results of compiled code, as torch 2.11 does."""
     schemas: Any = importlib.import_module("torch._functorch._aot_autograd.schemas")
     meta = object.__new__(schemas.SubclassCreationMeta)
     meta.outer_size = meta.outer_stride = (None,)  # one symbolic size and one symbolic stride
@@ -159,7 +159,7 @@ def never_traced(*functions: Callable[..., Any]) -> None:
 
 
 def refuse_dry(mesh: DeviceMesh) -> None:
-    """A dry run has no values and counts while operators run: there is nothing to compile.
+    """Refuse to compile a dry run: it has no values, and counts while operators run.
 
     Example:
         >>> refuse_dry(DeviceMesh("cpu", [0, 1]))
@@ -172,7 +172,7 @@ def refuse_dry(mesh: DeviceMesh) -> None:
 
 
 def refuse_named(tensor: torch.Tensor, spec: DTensorSpec) -> None:
-    """torch's make_fx names its inputs in the graph, but not the tensors inside a DTensor."""
+    """Refuse a DTensor as an input of torch's make_fx, which does not see the local inside it."""
     mode = proxy_mode()
     if mode is not None and tensor in mode.tracer.tensor_tracker:
         raise UnsupportedError(

@@ -58,7 +58,7 @@ class LayoutError(ShardwiseError, ValueError):
 
 
 class MeshError(ShardwiseError, ValueError):
-    """A mesh that cannot be, or two meshes that do not fit each other."""
+    """An invalid mesh, or two meshes that do not fit each other."""
 
 
 class LostRankError(ShardwiseError, RuntimeError):
@@ -66,11 +66,11 @@ class LostRankError(ShardwiseError, RuntimeError):
 
 
 class MachineFileError(ShardwiseError, ValueError):
-    """A machine file that cannot be read, or is none."""
+    """A machine file that cannot be read or is invalid."""
 
 
 class MemoryBoundError(LayoutError):
-    """No route keeps `max_bytes`; `smallest` is the least bound that would do."""
+    """No route keeps `max_bytes`; `smallest` is the smallest possible bound."""
 
     def __init__(self, problem: str, *, hint: str | None = None, smallest: int = 0) -> None:
         super().__init__(problem, hint=hint)
@@ -85,19 +85,19 @@ def _rebuild_bound(problem: str, hint: str | None, smallest: int) -> MemoryBound
 
 
 class PlainTensorError(ShardwiseError, RuntimeError):
-    """A plain torch.Tensor met DTensors where plain tensors are refused, or cannot be taken as replicated."""
+    """A plain torch.Tensor among DTensors that is refused, or that cannot be treated as replicated."""
 
 
 class RuleError(ShardwiseError, ValueError):
-    """A sharding rule that does not fit its operator, or is not true of it."""
+    """A sharding rule that does not fit its operator, or gives wrong results."""
 
 
 class UnsupportedError(ShardwiseError, NotImplementedError):
-    """Something that cannot be done on this fabric, backend or version."""
+    """An operation that this fabric, backend or version does not support."""
 
 
 class AgreementError(ShardwiseError, RuntimeError):
-    """Ranks disagree about something they must agree about."""
+    """Values or decisions that must be the same on all ranks differ."""
 
 
 class ParityError(ShardwiseError, AssertionError):
@@ -105,7 +105,7 @@ class ParityError(ShardwiseError, AssertionError):
 
 
 class PipelineError(ShardwiseError, RuntimeError):
-    """A stage of a pipeline has failed, on this rank or another; says which and why."""
+    """A stage of a pipeline has failed, on this rank or another; names the stage and the reason."""
 
 
 class ImplicitCommunicationError(ShardwiseError, RuntimeError):
@@ -113,7 +113,7 @@ class ImplicitCommunicationError(ShardwiseError, RuntimeError):
 
 
 class CommunicationError(ShardwiseError, RuntimeError):
-    """More is moved than a budget or a lock file allows."""
+    """More communication than a budget or a lock file allows."""
 
 
 class CheckpointError(ShardwiseError, RuntimeError):
@@ -126,8 +126,8 @@ class CheckpointMismatchError(CheckpointError):
     Args:
         problem: the complete list, as text.
         hint: an alternative.
-        missing: names that the state has and the checkpoint has not.
-        unexpected: names that the checkpoint has and the state has not.
+        missing: names that only the state has.
+        unexpected: names that only the checkpoint has.
         mismatched: names that differ in shape, dtype or kind.
     """
 

@@ -93,7 +93,7 @@ def _register_flex_attention(module: Any) -> None:
 
 
 def _name_in_opt_einsum(module: Any) -> None:
-    """opt_einsum goes by the name of a tensor's package: contractions of DTensors are those of torch."""
+    """Let opt_einsum, which selects functions by the name of a tensor's package, use torch's for DTensors."""
     getattr(module, "_aliases", {}).setdefault("shardwise", "opt_einsum.backends.torch")
 
 

@@ -1,7 +1,7 @@
 """Events: operators and moves of DTensors for listeners, and the user's line that caused them.
 
-An `Event` is a list of listeners, empty if nothing is observed: raising it tests one list. An `Interception` puts
-functions around a method of a class; without any the class has its own method, and a call costs nothing more.
+An `Event` is a list of listeners, empty if nothing is observed: the test costs one look at a list. An `Interception`
+puts functions around a method of a class; without any, the class has its own method, at no cost.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _set_quiet(quiet: bool) -> Iterator[None]:
 
 
 def unobserved() -> contextlib.AbstractContextManager[None]:
-    """Inside, listeners receive nothing from this thread: the library runs operators to learn about them.
+    """Inside, listeners receive no events of this thread: the library probes operators.
 
     Example:
         >>> with tensor_entered.collected() as found, unobserved():
@@ -94,7 +94,7 @@ class Event(list[Callable[..., None]]):
 
 route_started = Event()  # a route that communicates is about to run: the route
 scatter_started = Event()  # one rank is about to send the others their blocks of a tensor: its spec
-decision_made = Event()  # the way in which a new signature is run: a `Decision`
+decision_made = Event()  # a new signature was resolved: its `Decision`
 tensor_moved = Event()  # a DTensor was redistributed: the source and the result
 tensor_entered = Event()  # a DTensor was made from a plain tensor: the DTensor
 
@@ -119,7 +119,7 @@ class Interception:
         self._put()
 
     def remove(self, around: Callable[..., Any]) -> None:
-        """Take a function away again."""
+        """Remove a function."""
         self._around.remove(around)
         self._put()
 
@@ -150,16 +150,16 @@ LIBRARIES = (_OURS, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, "
 
 
 def is_library_file(filename: str) -> bool:
-    """Whether code of this file is ours or torch's, or made at run time: no line of the user's. The demo is a user."""
+    """Whether a file belongs to this library or to torch, or was made at run time. The demo counts as user code."""
     return filename.startswith(LIBRARIES) and not filename.startswith(_DEMO)
 
 
 def user_frame(frame: FrameType | None = None, passing: Callable[[FrameType], None] | None = None) -> FrameType | None:
-    """The innermost frame of the user's own code; None on a thread that has none, as autograd's.
+    """The innermost frame of user code; None on a thread without any, such as autograd's.
 
     Args:
         frame: where to begin; the caller by default.
-        passing: called with each frame of a library on the way.
+        passing: called with each frame of a library before it.
     """
     found = frame if frame is not None else sys._getframe(1)
     while found is not None and is_library_file(found.f_code.co_filename):
@@ -170,6 +170,6 @@ def user_frame(frame: FrameType | None = None, passing: Callable[[FrameType], No
 
 
 def user_line(frame: FrameType | None = None) -> str:
-    """The line of the user's own code that is running, as `file:line`; "backward" where there is none."""
+    """The running line of user code, as `file:line`; "backward" if there is none."""
     found = user_frame(frame if frame is not None else sys._getframe(1))
     return "backward" if found is None else f"{found.f_code.co_filename}:{found.f_lineno}"

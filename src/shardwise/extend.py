@@ -1,6 +1,6 @@
 """For users' own operators and functions: register_sharding, check_rule, local_map.
 
-Beside `api`; the rules it makes are ordinary ones.
+Registered rules are handled like those of the library.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def check_rule(op: OpOverload, *args: Any, sizes: Sequence[int] = (2, 3), **kwar
     wanted = op(*args, **kwargs)
     results = [t for t in tree_leaves(wanted) if isinstance(t, torch.Tensor)]
     if rule is None:
-        raise RuleError(f"{op} has no rule", hint="give it one with register_sharding")
+        raise RuleError(f"{op} has no rule", hint="define one with register_sharding")
     bound = OpInfo.of(op).bind(*_with_metas(leaves, tree, at))
     call = Call(op, bound, tuple(TensorMeta.of(leaves[i]) for i in at), tuple(TensorMeta.of(t) for t in results))
     factors = rule.factors(call)
@@ -138,13 +138,13 @@ def check_rule(op: OpOverload, *args: Any, sizes: Sequence[int] = (2, 3), **kwar
 
 
 def _check_row(op: OpOverload, row: Row, got: Sequence[DTensor], results: Sequence[torch.Tensor]) -> None:
-    """The result must have the value of one device, and the layout of the row."""
+    """Raise unless the results have the values of one device, and the layouts of the row."""
     for one, plain, placement in zip(got, results, row.outputs, strict=True):
         where = f"{op}: the row {row.inputs} -> {row.outputs} on {one.device_mesh.size()} ranks"
         if not torch.allclose(one.full_tensor(), plain, rtol=1e-4, atol=1e-5, equal_nan=True):
             raise RuleError(f"{where} gives a wrong value")
         if one.placements != (placement,):
-            raise RuleError(f"{where} gave {one.placements[0]}")
+            raise RuleError(f"{where} gives the layout {one.placements[0]}")
 
 
 def _with_metas(leaves: list[Any], tree: Any, at: list[int]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -182,7 +182,7 @@ def local_map(
         in_placements: the placements that each argument must have, None if it is not a DTensor; not checked if absent.
             Keyword arguments may be left out if none of them is a DTensor.
         in_grad_placements: for each argument the layout of the gradient of its local.
-        device_mesh: the mesh, where no argument is a DTensor.
+        device_mesh: the mesh, if no argument is a DTensor.
         redistribute_inputs: redistribute arguments to `in_placements` instead of refusing others.
         out_shapes: the global shape of each result, one shape for a single result, or a function of the arguments that
             gives them. Needed if shards are uneven; otherwise computed from the local shapes.
@@ -267,7 +267,7 @@ def _laid_out(out: torch.Tensor, mesh: DeviceMesh, placements: Any, shape: Any) 
     try:
         return DTensor.from_local(out, mesh, placements, shape=shape)
     except LayoutError as error:
-        hint = "give the global shapes with out_shapes=... where shards are uneven"
+        hint = "pass the global shapes as out_shapes=... if shards are uneven"
         raise LayoutError(f"local_map: {error.problem.removeprefix('from_local: ')}", hint=hint) from None
 
 

@@ -35,7 +35,7 @@ class Layout(NamedTuple):
     def spec(self, size: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
         """The spec of a tensor of this size."""
         if self.layout is not torch.strided:
-            raise LayoutError(f"a DTensor is strided, not {self.layout}", hint="leave layout= out")
+            raise LayoutError(f"a DTensor is strided, not {self.layout}", hint="leave out layout=")
         mesh = as_mesh(self.device_mesh)
         placements = (Replicate(),) * mesh.ndim if self.placements is None else self.placements
         return DTensorSpec(mesh, placements, TensorMeta(size, dtype=dtype), self.shard_order)
@@ -44,7 +44,7 @@ class Layout(NamedTuple):
 def _new(
     spec: DTensorSpec, requires_grad: bool, make: Callable[[DTensorSpec], torch.Tensor], draws: bool = False
 ) -> DTensor:
-    """A DTensor whose local `make` gives, for a spec without Partial. `draws`: it holds random numbers."""
+    """A DTensor with the local `make(spec)`, for a spec without Partial. `draws`: whether it has random numbers."""
     reduced = spec.reduced()
     with outside_transforms("a factory of random numbers" if draws else "a factory", draws=draws):
         local = make(reduced)
@@ -93,7 +93,7 @@ def zeros(
         requires_grad: as in torch.
         device_mesh: the mesh.
         placements: the layout of the tensor; replicated by default.
-        shard_order: which axis splits a dim first, where it is not the order of the mesh.
+        shard_order: which axis splits a dim first, if it is not the order of the mesh.
 
     Example:
         >>> import shardwise as sw
@@ -135,7 +135,7 @@ def empty(
     placements: Sequence[Any] | None = None,
     shard_order: Sequence[Any] | None = None,
 ) -> DTensor:
-    """A DTensor with nothing written to it; arguments as in `zeros`.
+    """An uninitialized DTensor; arguments as in `zeros`.
 
     Example:
         >>> import shardwise as sw
@@ -174,7 +174,7 @@ def full(
     )
 
 
-# ---------------------------------------------------------------- random numbers: those that one device would draw
+# ---------------------------------------------------------------- random numbers: those of one device
 
 
 def _drawn(
@@ -182,7 +182,7 @@ def _drawn(
 ) -> DTensor:
     if spec.partial_axes:
         raise LayoutError(
-            f"{spec} cannot be drawn: random numbers do not add up to random numbers",
+            f"random numbers cannot have the layout {spec}: a sum of addends has another distribution",
             hint="use Replicate() or Shard()",
         )
     return _new(spec, requires_grad, lambda reduced: fill_parts(reduced, fill, numbers, generator), draws=True)
@@ -199,7 +199,7 @@ def rand(
     placements: Sequence[Any] | None = None,
     shard_order: Sequence[Any] | None = None,
 ) -> DTensor:
-    """Uniform random numbers in [0, 1): those that `torch.rand` gives on one device; other arguments as in `zeros`.
+    """Uniform random numbers in [0, 1), those of `torch.rand` on one device; other arguments as in `zeros`.
 
     Example:
         >>> import shardwise as sw
@@ -223,7 +223,7 @@ def randn(
     placements: Sequence[Any] | None = None,
     shard_order: Sequence[Any] | None = None,
 ) -> DTensor:
-    """Normal random numbers: those that `torch.randn` gives on one device; other arguments as in `zeros`.
+    """Normal random numbers, those of `torch.randn` on one device; other arguments as in `zeros`.
 
     Example:
         >>> import shardwise as sw
@@ -257,7 +257,7 @@ def randint(
     """
     if size is None:
         if not isinstance(high, Sequence):
-            raise TypeError("randint: give the size as well: randint(high, size) or randint(low, high, size)")
+            raise TypeError("randint needs a size: randint(high, size) or randint(low, high, size)")
         low, high, size = 0, low, high
     spec = Layout(device_mesh, placements, shard_order, layout).spec(size, dtype or torch.int64)
     return _drawn(spec, requires_grad, getattr(aten.random_, "from"), (low, high), generator)

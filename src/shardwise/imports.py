@@ -1,4 +1,4 @@
-"""Imports that wait: what runs when a module is first imported, and functions whose module is imported by a call."""
+"""Deferred imports: functions that run when a module is first imported, or that import their module when called."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def when_called(module: str, name: str) -> Callable[..., Any]:
     return lambda *args: getattr(importlib.import_module(module), name)(*args)
 
 
-def when_imported(name: str, run: Callable[[ModuleType], None]) -> None:
-    """Call `run(module)` now if the module is loaded, and otherwise right after it is.
+def when_imported(name: str, function: Callable[[ModuleType], None]) -> None:
+    """Call `function(module)` now if the module is loaded, else right after it is loaded.
 
     Args:
         name: the full name of the module.
-        run: the function, called with the module.
+        function: called with the module.
 
     Example:
         >>> when_imported("json", lambda module: print(module.__name__))
@@ -36,16 +36,16 @@ def when_imported(name: str, run: Callable[[ModuleType], None]) -> None:
     """
     module = sys.modules.get(name)
     if module is not None:
-        run(module)
+        function(module)
     else:
-        sys.meta_path.insert(0, _Waiting(name, run))
+        sys.meta_path.insert(0, _Waiting(name, function))
 
 
 class _Waiting(MetaPathFinder):
-    """Finds one module as Python would, and leaves `sys.meta_path` then."""
+    """Finds one module as Python would, then removes itself from `sys.meta_path`."""
 
-    def __init__(self, name: str, run: Callable[[ModuleType], None]) -> None:
-        self.name, self.run = name, run
+    def __init__(self, name: str, function: Callable[[ModuleType], None]) -> None:
+        self.name, self.function = name, function
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != self.name:
@@ -54,22 +54,22 @@ class _Waiting(MetaPathFinder):
         if spec is None or spec.loader is None:
             return None
         sys.meta_path.remove(self)
-        spec.loader = _Then(spec.loader, self.run)
+        spec.loader = _Then(spec.loader, self.function)
         return spec
 
 
 class _Then(Loader):
-    """A loader that runs something after the module."""
+    """A loader that calls a function after the module."""
 
-    def __init__(self, loader: Any, run: Callable[[ModuleType], None]) -> None:
-        self.loader, self.run = loader, run
+    def __init__(self, loader: Any, function: Callable[[ModuleType], None]) -> None:
+        self.loader, self.function = loader, function
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
-        self.run(module)
+        self.function(module)
 
     def __getattr__(self, name: str) -> Any:  # other attributes of a loader: its source, its path
         return getattr(self.loader, name)

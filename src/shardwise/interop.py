@@ -26,10 +26,10 @@ __all__ = ["from_torch", "to_torch"]
 
 
 def from_torch(tensor: torch.Tensor) -> DTensor:
-    """The DTensor that a `torch.distributed.tensor.DTensor` is, over the same local tensor. Moves and copies nothing.
+    """Convert a `torch.distributed.tensor.DTensor` to a DTensor over the same local tensor. Moves and copies nothing.
 
     Its mesh is adopted with its process groups. A `_StridedShard` by which torch encodes the order of axes of a dim
-    becomes the shard order. Gradients go back as torch's DTensor, laid out as `tensor` is (Partial as Replicate).
+    becomes the shard order. Gradients go back as torch's DTensor, in the layout of `tensor` (Partial as Replicate).
 
     Args:
         tensor: a DTensor of torch.
@@ -54,10 +54,10 @@ def from_torch(tensor: torch.Tensor) -> DTensor:
 
 
 def to_torch(tensor: DTensor) -> torch.Tensor:
-    """The `torch.distributed.tensor.DTensor` that a DTensor is, over the same local tensor. Moves and copies nothing.
+    """Convert a DTensor to a `torch.distributed.tensor.DTensor` over the same local tensor. Moves and copies nothing.
 
     Needs a mesh of processes. A shard order that is not that of the mesh becomes torch's `_StridedShard`, a
-    `MaskPartial` its `Partial("sum")`. Gradients come back as our DTensor, laid out as `tensor` is (Partial as
+    `MaskPartial` its `Partial("sum")`. Gradients come back as our DTensor, in the layout of `tensor` (Partial as
     Replicate).
 
     Args:
@@ -175,7 +175,7 @@ def _our_spec(tensor: Any) -> DTensorSpec:
     shape, stride = theirs.tensor_meta.shape, theirs.tensor_meta.stride
     local = tensor._local_tensor.stride()
     if 0 in stride and 0 not in local and len(local) == len(shape):
-        stride = dense_strides(shape, like=local)  # it was expanded once, and has been moved since
+        stride = dense_strides(shape, like=local)  # it was expanded, and then redistributed
     meta = TensorMeta(shape, stride, theirs.tensor_meta.dtype)
     placements = tuple(as_placement(p) for p in theirs.placements)
     if getattr(theirs, _HOW, True):
@@ -196,8 +196,8 @@ def _ordered(mesh: DeviceMesh, placements: Sequence[Placement], meta: TensorMeta
     spec = DTensorSpec(mesh, plain, meta, order)
     if not same_blocks(spec, strided):
         raise LayoutError(
-            f"torch's placements {list(strided.placements)} of {meta} over {mesh} have two meanings there: its "
-            "distribute_tensor cuts this uneven dim in one way and its redistribute in another",
+            f"torch's placements {list(strided.placements)} of {meta} over {mesh} are ambiguous: its "
+            "distribute_tensor and its redistribute split this uneven dim differently",
             hint="redistribute the torch tensor to Shard() and Replicate() first, or use sizes that divide evenly",
         )
     return spec
@@ -234,8 +234,8 @@ def _their_placements(spec: DTensorSpec) -> tuple[Any, ...]:
     strided = _without_order(spec)
     if strided is None or not same_blocks(spec, strided):
         raise LayoutError(
-            f"torch cannot express {spec} over {spec.mesh}: it writes an order of axes by strided shards, which mean "
-            "something else " + ("beside other strided shards" if strided is None else "where sizes do not divide"),
+            f"torch cannot express {spec} over {spec.mesh}: it encodes an order of axes as strided shards, which are "
+            "ambiguous " + ("beside other strided shards" if strided is None else "if sizes do not divide evenly"),
             hint="redistribute to a layout with the default shard order first",
         )
     return tuple(map(_their_placement, strided.placements))
@@ -273,7 +273,7 @@ def _their_placement(placement: Placement) -> Any:
 
 @lru_cache(maxsize=1024)
 def same_blocks(a: DTensorSpec, b: DTensorSpec) -> bool:
-    """Whether every rank holds the same part of every dim in two layouts on one mesh.
+    """Whether every rank has the same indices of every dim in two layouts on one mesh.
 
     Example:
         >>> mesh = DeviceMesh("cpu", [[0, 1], [2, 3]], fabric="virtual")

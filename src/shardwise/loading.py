@@ -24,7 +24,7 @@ __all__ = ["laid_out_as", "wrap_load_state_dict"]
 
 
 def laid_out_as(value: torch.Tensor, spec: DTensorSpec) -> DTensor:
-    """A value in the layout of `spec`, in its own dtype. Of a plain one each rank takes its block, and nothing moves.
+    """A value in the layout of `spec`, in its own dtype. Each rank takes its block of a plain value without moves.
 
     Args:
         value: a DTensor, or the global value as a plain tensor (or a RankTensor), the same on every rank.
@@ -75,18 +75,18 @@ def _loading_parameters(load: Callable[..., None]) -> Callable[..., None]:
 def _lay_out(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any) -> None:
     """Replace the values for the module's own parameters and buffers by values that can be copied or assigned."""
     assign = metadata.get("assign_to_params_buffers", False)
-    for name, held in (*module._parameters.items(), *module._buffers.items()):
+    for name, own in (*module._parameters.items(), *module._buffers.items()):
         value: Any = state_dict.get(prefix + name)
-        if isinstance(held, DTensor):
-            if _can_hold(held.spec, value):
-                state_dict[prefix + name] = laid_out_as(value, held.spec)
-        elif held is not None and isinstance(value, DTensor) and not assign:
+        if isinstance(own, DTensor):
+            if _fits(own.spec, value):
+                state_dict[prefix + name] = laid_out_as(value, own.spec)
+        elif own is not None and isinstance(value, DTensor) and not assign:
             with torch.no_grad():
                 state_dict[prefix + name] = value.full_tensor()
 
 
 def _loading_states(process: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """`_process_value_according_to_param_policy` that lays states out as their parameter.
+    """`_process_value_according_to_param_policy` that gives states the layout of their parameter.
 
     A state of another shape than its parameter (rows of a factored moment) is replicated.
     """
@@ -96,7 +96,7 @@ def _loading_states(process: Callable[..., torch.Tensor]) -> Callable[..., torch
         value = process(param, value, *args, **kwargs)
         if not isinstance(param, DTensor) or value.dim() == 0:
             return value
-        if _can_hold(param.spec, value):
+        if _fits(param.spec, value):
             return laid_out_as(value, param.spec)
         if not isinstance(value, DTensor):
             return distribute_tensor(value, param.device_mesh, src_data_rank=None)
@@ -105,6 +105,6 @@ def _loading_states(process: Callable[..., torch.Tensor]) -> Callable[..., torch
     return process_value
 
 
-def _can_hold(spec: DTensorSpec, value: Any) -> bool:
+def _fits(spec: DTensorSpec, value: Any) -> bool:
     """Whether a value fits; for another shape torch raises an error with the name of the parameter."""
     return isinstance(value, torch.Tensor) and value.shape == spec.shape and not value.is_meta

@@ -26,12 +26,12 @@ __all__ = [
 
 
 def any_complex(*specs: Sequence[DTensorSpec]) -> bool:
-    """Whether some of these tensors hold complex numbers, which alone have the conjugate and negative bits."""
+    """Whether some of these tensors are complex: only these have conjugate and negative bits."""
     return any(spec.tensor_meta.dtype.is_complex for group in specs for spec in group)
 
 
 def seeing_conjugates(op: Callable[..., Any]) -> Callable[..., Any]:
-    """Run `op` so that operators inside it see conjugate and negative bits; its results carry none."""
+    """Run `op` so that operators inside it see conjugate and negative bits; its results have none."""
     keys = (DispatchKey.Conjugate, DispatchKey.Negative)
 
     def run_resolving_conjugates(*args: Any, **kwargs: Any) -> Any:
@@ -49,7 +49,7 @@ def seeing_conjugates(op: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def sparing_empty(info: OpInfo, op: Callable[..., Any]) -> Callable[..., Any]:
-    """`op` on one rank's tensors, which is not called where everything that it gives is empty.
+    """`op` on one rank's tensors; it is not called if all its results are empty.
 
     The shapes are computed on meta tensors. Written arguments are returned unchanged.
     """
@@ -92,12 +92,12 @@ def _empty_on(device: torch.device, result: Any) -> Any:
 
 
 def like(results: Any, items: Iterator[Any]) -> Any:
-    """A list for a list, a tuple for any kind of tuple."""
+    """`items` as a list if `results` is a list, else as a tuple."""
     return list(items) if isinstance(results, list) else tuple(items)
 
 
 def laid_out_like(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """A copy of a local with its dims in memory in the order of these strides."""
+    """A copy of a local with the memory order of these strides."""
 
     def copied(part: torch.Tensor) -> torch.Tensor:
         return part.new_empty_strided(part.shape, dense_strides(part.shape, like=stride)).copy_(part)
@@ -106,10 +106,10 @@ def laid_out_like(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
 
 
 def in_order_of(local: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
-    """A local with its dims in memory in the order of these strides; itself where they are so."""
+    """A local with the memory order of these strides; copied only if its order differs."""
     parts = parts_of(local)
-    is_so = all(part.stride() == dense_strides(part.shape, like=stride) for part in parts)
-    return local if is_so else laid_out_like(local, stride)
+    is_ordered = all(part.stride() == dense_strides(part.shape, like=stride) for part in parts)
+    return local if is_ordered else laid_out_like(local, stride)
 
 
 def coordinates_here(mesh: DeviceMesh) -> list[Coordinate]:
@@ -124,20 +124,20 @@ def local_runner(
     mesh: DeviceMesh,
     draws: bool,
 ) -> OperatorRunner:
-    """How an operator is run on locals.
+    """The function that runs an operator on locals.
 
     Args:
-        info: the operator's facts.
-        slots: where the locals go in its arguments.
+        info: the operator's schema.
+        slots: the positions of the locals in its arguments.
         patches: for each coordinate the plain arguments to be replaced.
-        mesh: whose ranks run it.
+        mesh: the mesh whose ranks run it.
         draws: whether it draws random numbers, once for all ranks.
     """
     return fabric_of(mesh).operator_runner(_Operator(info, slots, patches, coordinates_here(mesh)), draws)
 
 
 class _Operator:
-    """An operator with the places of its locals, for the ranks at the coordinates here."""
+    """An operator with the positions of its locals, for the ranks of this process."""
 
     __slots__ = ("names", "op", "own", "slots", "written")
 
@@ -156,7 +156,7 @@ class _Operator:
     def arguments(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any], tensors: Sequence[Any], own: Mapping[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments of a call on one rank: its tensors in their places, and those that it replaces."""
+        """The arguments of a call on one rank, with its tensors and its replaced arguments."""
         names, new_args, new_kwargs = self.names, list(args), dict(kwargs)
         for slot, local in zip(self.slots, tensors, strict=True):
             slot.put(new_args, new_kwargs, local)
@@ -170,5 +170,5 @@ class _Operator:
 
 
 def stored_zeros(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor that has memory. The zeros that forward mode makes have none, which kernels on locals do not see."""
+    """A tensor with memory. Zeros of forward mode have none, and kernels on locals do not check for that."""
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device=tensor.device) if tensor._is_zerotensor() else tensor

@@ -1,6 +1,6 @@
-"""What the user allows: strict mode and plain tensors among DTensors; and warnings about implicit communication.
+"""The user's modes: strict mode, plain tensors among DTensors; and warnings about implicit communication.
 
-A mode holds for the thread or task that enters it, and in the backward it starts (`core/mode_stack.py`).
+A mode is active in the thread or task that enters it, and in the backward that it starts (`core/mode_stack.py`).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ plain_mode = ModeStack[str]("plain tensors")
 rng_mode = ModeStack[str]("random numbers")
 attention_mode = ModeStack[tuple[str | None, int | None]]("attention")
 recorded_mode = ModeStack[bool]("recorded programs")
-ATTENTION_WAYS = ("ring", "gather", "heads", "halo")
+ATTENTION_ALGORITHMS = ("ring", "gather", "heads", "halo")
 _ALL = frozenset({"*"})
 PLAIN_POLICIES = ("verify", "refuse", "replicate")
 _plain_default = "verify"
-# Called when plain tensors may be refused on some thread from now on, or on none any more.
+# Called with whether some thread refuses plain tensors, when this may have changed.
 on_refusal: list[Callable[[bool], object]] = []
 
 _warned: set[tuple[str, str]] = set()
@@ -58,9 +58,9 @@ def in_force() -> tuple[Any, ...]:
     """
     allowed = _allowed()
     names = None if allowed is None else tuple(sorted(allowed))
-    way, max_bytes = preferred_attention()
-    attending = way if max_bytes is None else (way, max_bytes)
-    return names, plain_policy(), "indexed" if draws_by_index() else "one_device", attending
+    algorithm, max_bytes = preferred_attention()
+    preferred = algorithm if max_bytes is None else (algorithm, max_bytes)
+    return names, plain_policy(), "indexed" if draws_by_index() else "one_device", preferred
 
 
 _DEFAULT = (None, "verify", "one_device", None)
@@ -76,12 +76,11 @@ def changed_modes() -> tuple[Any, ...] | None:
 
 @mode_context
 def strict() -> Iterator[None]:
-    """Inside, any communication that was not asked for by `redistribute` or `full_tensor` is an error.
+    """Inside, any communication that `redistribute` or `full_tensor` did not request is an error.
 
-    An operator that would have to reduce a Partial is refused whatever happened before, even where its sum is
-    remembered from an earlier reading: a program does not become strict by chance. Code that was compiled outside is
-    compiled again. Plain tensors among DTensors are
-    refused, unless a `plain_tensors` context inside of it allows them.
+    An operator that would reduce a Partial is always refused, even if the sum is cached from an earlier use: whether a
+    program is strict does not depend on the cache. Code that was compiled outside is compiled again. Plain tensors
+    among DTensors are refused, unless a `plain_tensors` context inside allows them.
 
     Example:
         >>> import shardwise as sw
@@ -108,7 +107,7 @@ def allow_implicit(*ops: Any) -> Iterator[None]:
 
 
 def _allowed() -> frozenset[str] | None:
-    """The operators that may communicate, those of the innermost strict mode; None: this thread is in none."""
+    """The operators that may communicate in the innermost strict mode; None outside of strict mode."""
     allowed: frozenset[str] = frozenset()
     for names in reversed(implicit_mode.values()):
         if names is None:
@@ -124,14 +123,14 @@ def is_strict() -> bool:
 
 @mode_context
 def plain_tensors(policy: str) -> Iterator[None]:
-    """Inside, how a plain torch.Tensor among DTensors is interpreted. The innermost context counts.
+    """Set how a plain torch.Tensor among DTensors is interpreted inside. The innermost context applies.
 
     A plain tensor of one element is a constant and never refused.
 
     Args:
-        policy: "verify", the default: it is taken as replicated, and processes compare digests of it beside the
-            program; where ranks differ, all of them raise an `AgreementError`. "refuse": it is an error.
-            "replicate": it is taken as replicated, and nothing is compared.
+        policy: "verify", the default: it is treated as replicated, and processes compare digests of it in the
+            background; if ranks differ, all of them raise an `AgreementError`. "refuse": it is an error. "replicate":
+            it is treated as replicated, without a comparison.
 
     Example:
         >>> import shardwise as sw
@@ -146,12 +145,12 @@ def plain_tensors(policy: str) -> Iterator[None]:
         shardwise.errors.PlainTensorError: ...
     """
     entry = plain_mode.enter(_known_policy(policy))
-    _tell_refusal()
+    _notify_refusal()
     try:
         yield
     finally:
         plain_mode.leave(entry)
-        _tell_refusal()
+        _notify_refusal()
 
 
 def set_plain_tensors(policy: str) -> None:
@@ -163,12 +162,12 @@ def set_plain_tensors(policy: str) -> None:
     """
     global _plain_default
     _plain_default = _known_policy(policy)
-    _tell_refusal()
+    _notify_refusal()
 
 
 @mode_context
 def implicit_replication() -> Iterator[None]:
-    """Inside, a plain torch.Tensor among DTensors is taken to be the same on every rank: `plain_tensors("replicate")`.
+    """Inside, a plain torch.Tensor among DTensors is treated as replicated: `plain_tensors("replicate")`.
 
     Example:
         >>> import shardwise as sw
@@ -191,31 +190,31 @@ def plain_policy() -> str:
 def _known_policy(policy: str) -> str:
     if policy not in PLAIN_POLICIES:
         raise UnsupportedError(
-            f"plain tensors cannot be treated by {policy!r}", hint=f"one of {', '.join(map(repr, PLAIN_POLICIES))}"
+            f"unknown policy {policy!r} for plain tensors", hint=f"use one of {', '.join(map(repr, PLAIN_POLICIES))}"
         )
     return policy
 
 
-def _tell_refusal() -> None:
+def _notify_refusal() -> None:
     anywhere = "refuse" in (_plain_default, *plain_mode.values_anywhere())
-    for tell in on_refusal:
-        tell(anywhere)
+    for notify in on_refusal:
+        notify(anywhere)
 
 
 @mode_context
 def attention(*, prefer: str | None = None, max_bytes: int | None = None) -> Iterator[None]:
-    """Inside, how attention over a sharded sequence is run, where that is possible. Values do not depend on it.
+    """Set the preferred algorithm of attention over a sharded sequence inside. Values do not depend on it.
 
-    Outside, the cheapest way is taken. The backward goes by the context that it is started in. Of nested contexts the
-    innermost that names a way, and the innermost that names a bound, count.
+    Outside, the cheapest algorithm is used. Backward uses the context in which it is started. Of nested contexts the
+    innermost with an algorithm and the innermost with a bound apply.
 
     Args:
-        prefer: "ring": queries stay, and blocks of keys and values go round; memory does not grow with the number of
+        prefer: "ring": queries stay, and blocks of keys and values rotate; memory does not grow with the number of
             ranks. "gather": queries stay, and every rank gathers all keys and values. "heads": sequence shards become
-            shards of heads and back. "halo": where a replicated mask lets queries see near keys alone, ranks exchange
-            these.
-        max_bytes: the most bytes of keys and values that a rank may hold at once besides its own. Ways that hold more
-            are not taken, preferred or not. Where all hold more, a `MemoryBoundError` names the smallest bound.
+            shards of heads and back. "halo": if a replicated mask lets queries see only near keys, ranks exchange
+            these. Another algorithm is used where the preferred one is not possible.
+        max_bytes: the limit on bytes of keys and values on a rank at once, besides its own. Algorithms that need more
+            are not used, even if preferred. If all need more, a `MemoryBoundError` names the smallest bound.
 
     Example:
         >>> import shardwise as sw
@@ -226,26 +225,28 @@ def attention(*, prefer: str | None = None, max_bytes: int | None = None) -> Ite
         ...     torch.nn.functional.scaled_dot_product_attention(q, q, q).placements
         (Shard(2),)
     """
-    if prefer is not None and prefer not in ATTENTION_WAYS:
+    if prefer is not None and prefer not in ATTENTION_ALGORITHMS:
         raise UnsupportedError(
-            f"attention cannot be run by {prefer!r}", hint=f"one of {', '.join(map(repr, ATTENTION_WAYS))}"
+            f"attention: prefer={prefer!r} is unknown", hint=f"use one of {', '.join(map(repr, ATTENTION_ALGORITHMS))}"
         )
     if max_bytes is not None and (not isinstance(max_bytes, int) or max_bytes < 0):
-        raise UnsupportedError(f"attention cannot hold {max_bytes!r} bytes", hint="max_bytes= is a number of bytes")
+        raise UnsupportedError(
+            f"attention: max_bytes={max_bytes!r} is not a number of bytes", hint="pass an integer of at least 0"
+        )
     with attention_mode.holding((prefer, max_bytes)):
         yield
 
 
 def preferred_attention() -> tuple[str | None, int | None]:
-    """How attention over a sharded sequence is to be run, and the most bytes to hold; None: any."""
+    """The preferred algorithm of attention over a sharded sequence, and the memory limit; None: any."""
     found = attention_mode.values()
-    ways, bounds = [way for way, _ in found if way is not None], [size for _, size in found if size is not None]
-    return ways[-1] if ways else None, bounds[-1] if bounds else None
+    names, bounds = [name for name, _ in found if name is not None], [size for _, size in found if size is not None]
+    return names[-1] if names else None, bounds[-1] if bounds else None
 
 
 @mode_context
 def recorded() -> Iterator[None]:
-    """Inside, nothing is decided by the values of tensors: the program is recorded and run again with other values.
+    """Inside, values of tensors decide nothing: the program is recorded, and run again with other values.
 
     Example:
         >>> with recorded():
@@ -271,7 +272,7 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def decomposing(op: Any) -> Iterator[None]:
-    """While `op` is computed from others. Plain tensors among its arguments have been looked at."""
+    """Marks that `op` is computed from others inside. Plain tensors among its arguments have been checked."""
     before = getattr(_thread, "decomposing", ())
     _thread.decomposing = (*before, op)
     try:

@@ -1,7 +1,7 @@
-"""Gradients take the layout of their parameters before an optimizer steps, and with them the state made of them.
+"""Gradients get the layout of their parameters before an optimizer steps, and so does state that is made from them.
 
-The gradient of a replicated parameter may be a sum that is not reduced yet. An optimizer that keeps a copy of it
-(`momentum_buffer`) would keep the layout too.
+The gradient of a replicated parameter may still be Partial. An optimizer that copies it (`momentum_buffer`) would copy
+the layout too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["align_gradients", "install"]
 
 @torch.no_grad()
 def align_gradients(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = None) -> None:
-    """Redistribute the gradients of DTensor parameters that have another layout than these. Not in strict mode.
+    """Redistribute gradients whose layout differs from that of their DTensor parameter. Not in strict mode.
 
     Example:
         >>> import shardwise as sw
@@ -65,5 +65,5 @@ def _reduce_as_one(parameters: list[Any]) -> None:
 
 
 def install() -> None:
-    """From now on every optimizer does so before it steps."""
+    """Register `align_gradients` as a hook before the steps of all optimizers."""
     register_optimizer_step_pre_hook(align_gradients)

@@ -40,11 +40,11 @@ def manual_seed(seed: int, device_mesh: Any = None) -> None:
     """
     if device_mesh is not None:
         mesh = as_mesh(device_mesh)
-        said = fabric_of(mesh).agree(mesh, int(seed), torch.empty(0))
-        if len(set(said)) > 1:
+        seeds = fabric_of(mesh).agree(mesh, int(seed), torch.empty(0))
+        if len(set(seeds)) > 1:
             raise AgreementError(
-                f"manual_seed: the ranks of {mesh} gave different seeds: {said}",
-                hint="give every rank the same seed; each still draws its own part of the numbers",
+                f"manual_seed: the ranks of {mesh} passed different seeds: {seeds}",
+                hint="pass the same seed on every rank; each still draws its own part of the numbers",
             )
     torch.manual_seed(seed)
 
@@ -56,8 +56,8 @@ def use_rng(rng: str) -> Iterator[None]:
     Args:
         rng: "one_device", the default: the numbers that one torch device would draw. On CPU, where generators are
             sequential, every rank draws the global tensor in blocks and keeps its part. "indexed": each number is a
-            function of a seed and of its global index. The same on every mesh, at the cost of one's own part, but not
-            the numbers of a torch device.
+            function of a seed and of its global index: the same on every mesh, and a rank computes only its part, but
+            they differ from those of a torch device.
 
     Example:
         >>> import shardwise as sw
@@ -72,7 +72,7 @@ def use_rng(rng: str) -> Iterator[None]:
 
 
 def is_rng_supported_mesh(device_mesh: Any) -> bool:
-    """Whether random operators work on a mesh: on every one, CPU included.
+    """Whether random operators work on a mesh: on CPU and on CUDA.
 
     Example:
         >>> import shardwise as sw
@@ -87,7 +87,7 @@ class RNGTracker:
 
     Args:
         device_mesh: the mesh.
-        run_state_sync: make the state of the first rank that of all.
+        run_state_sync: copy the state of the first rank to all ranks.
 
     Example:
         >>> import shardwise as sw
@@ -113,19 +113,19 @@ class RNGTracker:
         return self.generator.initial_seed()
 
     def manual_seed(self, seed: int) -> None:
-        """Seed the generator of this mesh alone."""
+        """Seed the generator of this mesh only."""
         self.generator.manual_seed(seed)
 
     def get_state(self) -> torch.Tensor:
-        """The state, to be given to `set_state`."""
+        """The state, for `set_state`."""
         return self.generator.get_state()
 
     def set_state(self, state: torch.Tensor) -> None:
-        """Go on from a state."""
+        """Continue from a state."""
         self.generator.set_state(state)
 
     def synchronize(self) -> None:
-        """Ranks whose states differ take that of the first rank of the mesh."""
+        """Copy the state of the first rank of the mesh to ranks with another state."""
         agree_on_state(self.mesh)
 
     @contextlib.contextmanager
@@ -158,9 +158,9 @@ class OffsetBasedRNGTracker(RNGTracker):
         super().__init__(mesh, run_state_sync)
 
     def get_offset(self) -> int:
-        """How far the generator has come."""
+        """The offset of the generator in its sequence."""
         return self.generator.get_offset()
 
     def set_offset(self, offset: int) -> None:
-        """Go to an offset, a multiple of 4."""
+        """Set the offset, a multiple of 4."""
         self.generator.set_offset(offset)

@@ -21,7 +21,7 @@ __all__ = ["wrap_jiterator", "wrap_to_dlpack"]
 
 
 def wrap_to_dlpack() -> None:
-    """Let `torch.utils.dlpack.to_dlpack` and `torch.to_dlpack` give the full tensor of a DTensor."""
+    """Let `torch.utils.dlpack.to_dlpack` and `torch.to_dlpack` export the full tensor of a DTensor."""
     original: Any = torch.utils.dlpack.to_dlpack
 
     @functools.wraps(original, assigned=("__doc__",))

@@ -1,10 +1,9 @@
-"""Recurrences of state-space models and linear attention along a sharded sequence: ranks exchange states alone.
+"""Recurrences of state-space models and linear attention along a sharded sequence: ranks exchange only states.
 
-What a rank receives does not depend on the length: one state for each rank, by `associative_scan` over chunks. The
-functions have the signatures of those that models call, and take their places. On plain tensors they compute the same.
-
+The received bytes do not depend on the length: one state for each rank, by `associative_scan` over chunks. The
+functions have the signatures of the functions in models, and replace them. On plain tensors they compute the same.
 Models themselves multiply a matrix of all pairs of chunks with all states, or loop over chunks in Python. Then a rank
-receives the states of all chunks, whatever the rules of operators do.
+receives the states of all chunks, which no rule of an operator can avoid.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from shardwise.torch_private import higher_order_ops
 
 __all__ = ["chunk_gated_delta_rule", "linear_attention", "mamba2_chunk_scan"]
 
-TOKENS = 1  # the dim of the sequence in what models give
-SMALLEST = 4  # chunks are made smaller, so that shards consist of them, by at most this factor
+TOKENS = 1  # the dim of the sequence in the arguments
+SMALLEST = 4  # the largest factor by which chunks are made smaller, so that shards consist of full chunks
 FinalState = torch.Tensor | None
 # Arguments of fused kernels under these names that change the result: gates, scales, bounds of packed sequences.
 CHANGING = ("z", "scale", "seq_idx", "cu_seqlens", "cu_seq_lens_q", "cu_seq_lens_k", "chunk_indices", "head_first")
@@ -43,7 +42,7 @@ def mamba2_chunk_scan(
     return_final_states: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """The selective scan of Mamba 2, in the place of the function of this name in models of transformers.
+    """The selective scan of Mamba 2; replaces the function of this name in models of transformers.
 
     Those are Mamba 2, Zamba 2, Bamba, Falcon H1, Granite hybrids and Nemotron H. The state of a head changes by
     `exp(A * dt) * state + dt * outer(x, B)`, and is read by `C`.
@@ -52,19 +51,19 @@ def mamba2_chunk_scan(
         hidden_states: (batch, tokens, heads, width).
         dt: time steps, (batch, tokens, heads).
         A: decays of the heads, negative.
-        B: how tokens are written to states, (batch, tokens, groups, state).
-        C: how tokens read states, the same shape.
-        chunk_size: tokens that are computed together; smaller where shards do not consist of such chunks.
-        D: what each head adds of its input.
+        B: the factors by which tokens are written to states, (batch, tokens, groups, state).
+        C: the factors by which tokens read states, of the same shape.
+        chunk_size: tokens that are computed together; smaller if shards do not consist of full chunks.
+        D: the factor by which each head adds its input to the output.
         dt_bias: added to time steps.
         initial_states: (batch, heads, width, state).
-        dt_softplus: whether time steps are those of a softplus.
+        dt_softplus: whether to apply a softplus to time steps.
         dt_limit: the smallest and the largest time step.
         return_final_states: whether to return the last state too.
         kwargs: other arguments of models, not used. Those that would change the result are refused, unless None.
 
     Returns:
-        (batch, tokens, heads, width) in float32, or float64 for float64; with the last state if asked for.
+        (batch, tokens, heads, width) in float32, or float64 for float64; with the last state if requested.
 
     Example:
         >>> import shardwise as sw
@@ -106,8 +105,8 @@ def linear_attention(
         query: (batch, tokens, heads, width).
         key: the same shape.
         value: (batch, tokens, heads, width of values).
-        g: logarithms of decays, (batch, tokens, heads); none: nothing decays.
-        chunk_size: tokens that are computed together; smaller where shards do not consist of such chunks.
+        g: logarithms of decays, (batch, tokens, heads); None: no decay.
+        chunk_size: tokens that are computed together; smaller if shards do not consist of full chunks.
         initial_state: (batch, heads, width, width of values).
         output_final_state: whether to return the last state too.
         scale: of queries.
@@ -141,15 +140,15 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, FinalState]:
-    """The gated delta rule, in the place of `torch_chunk_gated_delta_rule` in Qwen3-Next, Qwen3.5 and OLMo hybrids.
+    """The gated delta rule; replaces `torch_chunk_gated_delta_rule` in Qwen3-Next, Qwen3.5 and OLMo hybrids.
 
     Args:
         query: (batch, tokens, heads, width).
         key: the same shape.
         value: (batch, tokens, heads, width of values).
         g: logarithms of decays, (batch, tokens, heads).
-        beta: how much of a token is written, (batch, tokens, heads).
-        chunk_size: tokens that are computed together; smaller where shards do not consist of such chunks.
+        beta: the weight by which a token is written, (batch, tokens, heads).
+        chunk_size: tokens that are computed together; smaller if shards do not consist of full chunks.
         initial_state: (batch, heads, width, width of values).
         output_final_state: whether to return the last state too.
         use_qk_l2norm_in_kernel: whether queries and keys are normalized first.
@@ -199,14 +198,14 @@ def _refuse_changing(function: str, given: dict[str, Any]) -> None:
 
 
 def _wide(x: Any) -> Any:
-    """At least float32."""
+    """`x` in at least float32."""
     return x if x.dtype is torch.float64 else x.float()
 
 
 def _scan(
     read: Any, written: Any, values: Any, decay: Any, chunk_size: int, start: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs and the last state of `state = exp(decay) * state + outer(written, value)`, of which `read` is read."""
+    """Outputs `read @ state` and the last state of `state = exp(decay) * state + outer(written, value)`."""
     length = values.shape[TOKENS]
     q, k, v, g = _in_chunks([read, written, values, decay], chunk_size)
     within = _sums_between(g).exp()
@@ -219,7 +218,7 @@ def _scan(
 
 
 def _in_chunks(tensors: list[Any], chunk_size: int) -> list[Any]:
-    """Each as (batch, chunks, heads, tokens of a chunk, ...), with zeros at the end where that takes more tokens."""
+    """Each tensor as (batch, chunks, heads, tokens of a chunk, ...), padded with zeros at the end."""
     length, size = _chunks(tensors, chunk_size)
     found = []
     for x in tensors:
@@ -230,7 +229,7 @@ def _in_chunks(tensors: list[Any], chunk_size: int) -> list[Any]:
 
 
 def _chunks(tensors: list[Any], chunk_size: int) -> tuple[int, int]:
-    """The number of tokens, and of tokens in a chunk: so that shards consist of chunks, if possible."""
+    """The padded number of tokens, and the size of chunks: shards consist of full chunks, if possible."""
     length = tensors[0].shape[TOKENS]
     sharded = next((x for x in tensors if isinstance(x, DTensor) and x.spec.dim_axes[TOKENS]), None)
     parts = 1 if sharded is None else math.prod(sharded.device_mesh.shape[a] for a in sharded.spec.dim_axes[TOKENS])
@@ -242,20 +241,20 @@ def _chunks(tensors: list[Any], chunk_size: int) -> tuple[int, int]:
 
 
 def _tokens(out: Any, length: int) -> Any:
-    """Chunks as tokens, without those that were added."""
+    """Chunks as tokens, without padding."""
     flat = out.movedim(2, 3).flatten(1, 2)
     return flat if flat.shape[TOKENS] == length else flat[:, :length]
 
 
 def _later(g: Any) -> torch.Tensor:
-    """By two tokens of a chunk, whether the second is later than the first."""
+    """For two tokens of a chunk, whether the second is later than the first."""
     return torch.ones(g.shape[-1], g.shape[-1], dtype=torch.bool, device=g.device).triu(1)
 
 
 def _sums_between(g: Any) -> Any:
-    """By two tokens of a chunk, the sum of what follows the second up to the first; minus infinity for a later second.
+    """For two tokens of a chunk, the sum of `g` after the second up to the first; minus infinity for a later second.
 
-    Differences of sums from the beginning would be less exact.
+    Differences of sums from the beginning would be less accurate.
     """
     size = g.shape[-1]
     earlier = _later(g).T
@@ -267,17 +266,17 @@ def _sums_between(g: Any) -> Any:
 
 
 def _then_factor(left: Any, right: Any) -> Any:
-    """Two changes of a state, one after the other; each a factor and an addend."""
+    """The composition of two changes of a state, each a factor and an addend."""
     return left[0] * right[0], right[0] * left[1] + right[1]
 
 
 def _then_matrix(left: Any, right: Any) -> Any:
-    """The same with matrices in the place of factors."""
+    """The composition of two changes of a state, each a matrix and an addend."""
     return right[0] @ left[0], right[0] @ left[1] + right[1]
 
 
 def _states(changes: tuple[Any, Any], start: Any, then: Any, apply: Any) -> tuple[Any, Any]:
-    """The state before each chunk, and the last one, from what each chunk does to it."""
+    """The state before each chunk, and the last state, from the changes of the chunks."""
     total, after = higher_order_ops.associative_scan(then, changes, dim=1, combine_mode="generic")
     if start is not None:
         after = after + apply(total, start.unsqueeze(1))

@@ -1,6 +1,6 @@
-"""First states of recurrent modules: zeros that are stored once, where torch makes plain zeros of the global batch.
+"""First states of recurrent modules: zeros of stride 0 in place of torch's plain zeros of the global batch.
 
-A module of torch that gets no states makes them in its forward, as a plain tensor. On many ranks these would exceed a
+A module of torch without given states makes them in its forward, as a plain tensor. On many ranks these would exceed a
 rank's part of the batch. So calls of such modules are wrapped when the first mesh is made.
 """
 
@@ -35,7 +35,7 @@ def _with_first_states(call: Callable[..., Any], states_of: Callable[[Any, DTens
 
 
 def _layer_states(module: nn.RNNBase, batch: DTensor) -> Any:
-    """The states of all layers and directions; None where torch's own zeros are small or its errors are wanted."""
+    """The states of all layers and directions; None to let torch make its zeros, or raise its errors."""
     dim = 0 if module.batch_first else 1
     if batch.dim() != 3 or not _is_sharded_along(batch, dim):
         return None

@@ -37,7 +37,7 @@ Reader = Callable[[Any], Any] | None
 
 @dataclass(frozen=True, slots=True)
 class OpInfo:
-    """The facts about an operator that dispatch needs, read once from its schema."""
+    """The properties of an operator for dispatch, read once from its schema."""
 
     op: OpOverload
     kernel: Callable[..., Any]  # the function that the operator calls: the same without a Python frame
@@ -56,7 +56,7 @@ class OpInfo:
 
     @classmethod
     def of(cls, op: OpOverload) -> OpInfo:
-        """The facts of `op`."""
+        """The properties of `op`."""
         return op_info(op)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def load_rules() -> None:
         importlib.import_module(name)
 
 
-infos: dict[int, OpInfo] = {}  # by id: OpOverload hashes in Python, and operators live for ever
+infos: dict[int, OpInfo] = {}  # by id: OpOverload hashes in Python, and operators are never freed
 
 
 def op_info(op: OpOverload) -> OpInfo:
@@ -133,7 +133,7 @@ def _is_value(kind: str) -> bool:
 
 @functools.cache
 def functional_of(op: OpOverload) -> OpOverload | None:
-    """The operator that gives a new tensor instead of writing to an argument: `add_.Tensor` -> `add.Tensor`."""
+    """The operator that returns a new tensor instead of writing to an argument: `add_.Tensor` -> `add.Tensor`."""
     info = OpInfo.of(op)
     namespace, _, name = op._schema.name.partition("::")
     base = name if info.outs else name.removesuffix("_")
@@ -162,11 +162,11 @@ class Slot:
 
     def put(self, args: list[Any], kwargs: dict[str, Any], value: Any) -> None:
         if self.item is not None:
-            held = args[self.index] if self.index is not None else kwargs[self.name]
-            if not isinstance(held, _Copied):
-                held = _Copied(held)
-            held[self.item] = value
-            value = held
+            items = args[self.index] if self.index is not None else kwargs[self.name]
+            if not isinstance(items, _Copied):
+                items = _Copied(items)
+            items[self.item] = value
+            value = items
         if self.index is not None:
             args[self.index] = value
         else:
@@ -174,4 +174,4 @@ class Slot:
 
 
 class _Copied(list):
-    """A list that is ours to write to."""
+    """A copy of an argument list, which may be written to."""

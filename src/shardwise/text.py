@@ -35,7 +35,7 @@ UNITS = {"": 1, "b": 1} | {
 
 
 def human_bytes(count: float) -> str:
-    """Bytes for people, in 1024s.
+    """Bytes as text, in units of 1024.
 
     Example:
         >>> human_bytes(512), human_bytes(3 * 2**29), human_bytes(33292288)
@@ -48,7 +48,7 @@ def human_bytes(count: float) -> str:
 
 
 def human_seconds(seconds: float) -> str:
-    """Seconds for people.
+    """Seconds as text.
 
     Example:
         >>> human_seconds(2.5), human_seconds(0.0284), human_seconds(4e-5)
@@ -138,11 +138,11 @@ class DottedName:
 
 
 def slim_table(*headings: str, expand: bool = False) -> Any:
-    """A `rich.table.Table` to fill: a line under its headings and no other.
+    """An empty `rich.table.Table` with a line under its headings and no other.
 
     Args:
-        *headings: of its columns, as many as need no options.
-        expand: as wide as the page.
+        *headings: of columns that need no options.
+        expand: use the full width.
 
     Example:
         >>> table = slim_table("axis")
@@ -162,14 +162,14 @@ def slim_table(*headings: str, expand: bool = False) -> Any:
 
 
 def print_lines(*parts: Any, style: str = "", widest: int = WIDEST) -> None:
-    """Print text and tables; a string is shown as it is, without markup.
+    """Print text and tables; strings are printed without markup.
 
-    Lines are not padded to the full width, so that a file of them reads well.
+    Lines have no trailing spaces.
 
     Args:
         parts: objects that rich can show, one below the other.
-        style: of all of it, as rich names styles.
-        widest: the most columns on a terminal that has more.
+        style: a style of rich for all parts.
+        widest: the largest number of columns on wider terminals.
 
     Example:
         >>> print_lines("[8,32]", "", "two lines below")

@@ -2,7 +2,7 @@
 
 Three modules have private names of their own, because they replace or adapt them: `interop` (torch's DTensor),
 `fabric/c10d` and `fabric/thread_group` (process groups), `loading` (methods of modules and optimizers).
-`tests/pure/test_torch_private.py` checks each name and holds this.
+`tests/pure/test_torch_private.py` checks each name, and that no other module imports one.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ current_graph_task = _C._current_graph_task_id  # which backward runs; -1 outsid
 
 
 def input_metadata(node: Any) -> Any:
-    """Shape, dtype and device of each gradient that a node of autograd takes: what the engine fits gradients to."""
+    """Shape, dtype and device of each gradient that an autograd node takes."""
     return node._input_metadata
 
 
@@ -179,7 +179,7 @@ dict_version = _C._dynamo.guards.dict_version  # a number that changes with the 
 opaque_types: Any = getattr(_library, "opaque_object", None)  # classes whose values are constants in a graph
 
 # ---------------------------------------------------------------- operators
-assert_async = torch._assert_async  # indices are checked without a synchronisation
+assert_async = torch._assert_async  # indices are checked without synchronizing
 foreach_copy_ = torch._foreach_copy_  # many small copies as one kernel
 foreach_add_, foreach_mul_ = torch._foreach_add_, torch._foreach_mul_  # an optimizer's step on all parameters at once
 foreach_lerp, foreach_lerp_ = torch._foreach_lerp, torch._foreach_lerp_

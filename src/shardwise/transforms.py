@@ -1,8 +1,8 @@
 """torch.func: the tensors that wrap others inside a transformed function, and their visible layout.
 
-Inside `grad`, `jvp` and `vmap` a function is given wrappers of the class torch.Tensor, one for each level of transforms
+Inside `grad`, `jvp` and `vmap` a function gets wrappers of the class torch.Tensor, one for each level of transforms
 around a value. The dims that `vmap` maps over are not visible on a wrapper: a mesh axis that shards one of them is
-replicated as far as the function can see. Does not know DTensors; `spec` is theirs.
+visible as Replicate. This module handles specs, not DTensors.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def innermost(tensor: Any) -> Any:
 
 
 def visible_dims(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Which dim of the innermost tensor each dim of a wrapper is; those that vmap maps over are left out."""
+    """The dims of the innermost tensor that are visible on a wrapper: all except those that vmap maps over."""
     batched: list[int] = []
     while is_wrapped(tensor):
         if (dim := functorch.maybe_get_bdim(tensor)) >= 0:
@@ -76,7 +76,7 @@ def visible_dims(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def visible_spec(spec: DTensorSpec, dims: Sequence[int]) -> DTensorSpec:
-    """The layout of a tensor of which only these dims are visible: replicated along axes that shard another one.
+    """The visible layout of a tensor with only these dims: Replicate on axes that shard another dim.
 
     Example:
         >>> from shardwise.core.mesh import DeviceMesh
@@ -125,9 +125,9 @@ def _on_dim(placement: Placement, place: dict[int, int]) -> Placement:
 
 
 def without_derivatives(tensor: torch.Tensor) -> torch.Tensor:
-    """The wrapped tensor, if it is one value and nothing is differentiated with respect to it; else the tensor.
+    """The innermost tensor, if no level maps it or differentiates with respect to it; else the tensor itself.
 
-    Inside `grad` tensors that a function makes are wrapped as well.
+    Inside `grad`, tensors that a function makes are wrapped too.
     """
     if any(level.key() == functorch.TransformType.Jvp for level in functorch.get_interpreter_stack() or ()):
         return tensor
@@ -141,7 +141,7 @@ def without_derivatives(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def outside_transforms(what: str, *, draws: bool = False) -> Iterator[None]:
-    """Make a constant inside a transformed function: no transform sees the operators that make it.
+    """A context to make constants inside a transformed function: transforms do not see its operators.
 
     Args:
         what: the name of the function, for errors.
@@ -161,7 +161,7 @@ def outside_transforms(what: str, *, draws: bool = False) -> Iterator[None]:
 
 
 def _drawn_otherwise() -> bool:
-    """Whether some vmap around wants other random numbers for each sample, or none at all."""
+    """Whether an enclosing vmap wants different random numbers for each sample, or refuses random numbers."""
     kinds, wanted = functorch.TransformType, functorch.RandomnessType.Same
     return any(
         level.key() == kinds.Vmap and functorch.CVmapInterpreterPtr(level).randomness() != wanted

@@ -1,4 +1,4 @@
-"""Random layers, layouts, plans and sizes: compiled programs on four processes beside one device.
+"""Random layers, layouts, plans and sizes: compiled programs on four processes against one device.
 
     python -m tests.gloo.compiled_sizes --programs 200 --seed 0 --jobs 2 [--virtual]
 
@@ -37,7 +37,7 @@ R, S = sw.Replicate(), sw.Shard
 
 
 class Pair(nn.Module):
-    """Two linear layers with a function between them: what a plan splits by columns and then by rows."""
+    """Two linear layers with a function between them; a plan shards them by columns and by rows."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def whole(tensor: Any) -> torch.Tensor:
 
 
 def run(program: Program, backend: str) -> str | None:
-    """What is wrong with a program on this process, if anything."""
+    """The error of a program on this process, or None."""
     warnings.simplefilter("ignore")
     torch._dynamo.reset()
     torch.manual_seed(program.seed)

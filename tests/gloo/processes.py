@@ -47,7 +47,7 @@ class RankTimeout(Exception):
 class Failure(NamedTuple):
     """How one rank failed; sorted, the likeliest cause is first.
 
-    A rank that died without a word sorts before those that raised: a rank that raises stays alive, so it kills no
+    A rank that died without a message sorts before those that raised: a rank that raises stays alive, so it kills no
     other, while a death breaks the connections of all the others.
     """
 
@@ -239,7 +239,7 @@ def _post(pipe: Connection, call: bytes) -> None:
 
 
 def _receive(rank: Rank) -> Any:
-    """What a rank answered, or a Failure."""
+    """The answer of a rank, or a Failure."""
     try:
         kind, payload = pickle.loads(rank.pipe.recv_bytes())
     except (EOFError, OSError):

@@ -165,7 +165,7 @@ def start(
 
 
 def ended(ranks: list[subprocess.Popen[str]]) -> tuple[list[int], list[str]]:
-    """The exit status of each process, and what it said."""
+    """The exit status of each process, and its output."""
     try:
         said = [rank.communicate(timeout=3 * LIMIT)[1] for rank in ranks]
     finally:

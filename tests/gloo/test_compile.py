@@ -1,4 +1,4 @@
-"""Compiled programs on real processes: ten steps of training beside one device; moves; random numbers."""
+"""Compiled programs on real processes: ten steps of training against one device; moves; random numbers."""
 
 import copy
 import os
@@ -182,7 +182,7 @@ def normalized_rows(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 def from_inductor() -> int:
-    """Values and gradients beside one device, from inductor; returns how much of the code was found on disk."""
+    """Values and gradients against one device, from inductor; returns how much of the code was found on disk."""
     torch._dynamo.reset()
     counters.clear()
     mesh = sw.init_device_mesh("cpu", (2, 2))

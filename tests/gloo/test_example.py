@@ -1,4 +1,4 @@
-"""The example itself under torchrun, as its first lines say: every plan, with losses beside those of one device."""
+"""The example itself under torchrun, as its first lines say: every plan, with losses against those of one device."""
 
 import os
 import subprocess

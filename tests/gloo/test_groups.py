@@ -45,7 +45,7 @@ def resident() -> int:
 
 
 class Held(NamedTuple):
-    """What a process holds."""
+    """The resources of a process."""
 
     descriptors: int
     threads: int

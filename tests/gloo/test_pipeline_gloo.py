@@ -1,4 +1,4 @@
-"""Pipelines on processes: schedules beside one device, stages of several ranks, and a stage that fails."""
+"""Pipelines on processes: schedules against one device, stages of several ranks, and a stage that fails."""
 
 import os
 import signal

@@ -41,7 +41,7 @@ GRIDS = (
 
 
 def random_placements(rng: random.Random, axes: int, ndim: int, dtype: torch.dtype, partial: bool) -> list[Any]:
-    """Placements of all kinds; complex numbers have no smallest, and what is summed and averaged may stand together."""
+    """Placements of all kinds; complex numbers have no minimum, and sums and averages may be combined."""
     ops = ["sum", "avg", "product"] if dtype.is_complex else ["sum", "avg", "min", "max", "product"]
     op = rng.choice(ops)
     found = []
@@ -303,7 +303,7 @@ def refuse() -> dict[str, str]:
 
 
 def disagree(about: str) -> str:
-    """One rank means another tensor. Returns what each rank is told, after which all go on."""
+    """One rank redistributes another tensor. Returns the error of each rank, after which all continue."""
     odd = dist.get_rank() == 2
     mesh = DeviceMesh("cpu", [0, 1, 2, 3])
     local = torch.ones(3 if odd and about == "shape" else 2, 4, dtype=torch.int64 if odd and about == "dtype" else None)

@@ -1,4 +1,4 @@
-"""DTensors between processes: a part is loaded by the rank that holds it; a process that is no rank says so."""
+"""DTensors between processes: each rank loads its own part; a process that is not a rank raises."""
 
 import gc
 import tempfile

@@ -1,4 +1,4 @@
-"""Every kernel of scaled_dot_product_attention on a virtual mesh of one GPU, against the kernel on whole tensors."""
+"""Every kernel of scaled_dot_product_attention on a virtual mesh of one GPU, against the kernel on global tensors."""
 
 import itertools
 from collections.abc import Callable
@@ -20,7 +20,7 @@ def tensors(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
 
 
 def attend(kernel: Any, args: list[Any], **options: Any) -> tuple[Any, ...]:
-    """The result and the gradients of the first three arguments, for a gradient that lies as the result does."""
+    """The result and the gradients of the first three arguments, for a gradient in the layout of the result."""
     with sdpa_kernel(kernel):
         out = F.scaled_dot_product_attention(*args, **options)
     given = torch.linspace(-1, 1, out.numel(), device="cuda", dtype=out.dtype).reshape(out.shape)
@@ -31,7 +31,7 @@ def attend(kernel: Any, args: list[Any], **options: Any) -> tuple[Any, ...]:
 
 
 def check(kernel: Any, plain: list[torch.Tensor], placements: list[Any], grad: int = 3, **options: Any) -> int:
-    """Compare with whole tensors; give the number of collectives."""
+    """Compare with global tensors; give the number of collectives."""
     mesh = sw.init_device_mesh("cuda", (4,))
     whole = [t.clone().requires_grad_(i < grad) for i, t in enumerate(plain)]
     wanted = attend(kernel, whole, **options)
@@ -98,7 +98,7 @@ def test_masked_sequences() -> None:
 
 
 def test_masked_sequences_in_float32() -> None:
-    """Statistics are merged in float32: as close to float64 as one kernel on whole tensors."""
+    """Statistics are merged in float32: as close to float64 as one kernel on global tensors."""
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (torch.randn(2, 4, 150, 64, device="cuda", generator=generator) for _ in range(3))
     hidden = (torch.rand(150, 150, device="cuda", generator=generator) < 0.4).fill_diagonal_(False)

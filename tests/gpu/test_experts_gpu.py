@@ -1,4 +1,4 @@
-"""Mixtures of experts with virtual ranks on one GPU: dispatch, grouped products and plans beside one device."""
+"""Mixtures of experts with virtual ranks on one GPU: dispatch, grouped products and plans against one device."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Mixtral(nn.Module):
 
 
 def test_a_plan_trains_a_mixtral_block() -> None:
-    """Five steps of float32 beside a loop over experts; experts over ep, split over tp, tokens over dp and ep."""
+    """Five steps of float32 against a loop over experts; experts over ep, split over tp, tokens over dp and ep."""
     torch.manual_seed(0)
     plain = Mixtral().to(DEVICE)
     for shape, names in (((4,), ("ep",)), ((2, 2), ("dp", "ep")), ((2, 2), ("ep", "tp"))):

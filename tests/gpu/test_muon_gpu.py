@@ -1,4 +1,4 @@
-"""`sw.optim.Muon` with virtual ranks on one GPU, beside `torch.optim.Muon`."""
+"""`sw.optim.Muon` with virtual ranks on one GPU, against `torch.optim.Muon`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random numbers by index: the blocks of a tensor against torch's operator on the whole of it, bit for bit."""
+"""Random numbers by index: the blocks of a tensor against torch's operator on the global tensor, bit for bit."""
 
 import math
 import unittest
@@ -29,7 +29,7 @@ FROM = getattr(aten.random_, "from")
 
 
 def by_torch(draw: Draw) -> torch.Tensor:
-    """The whole tensor, from the device's default generator."""
+    """The global tensor, from the device's default generator."""
     tensor = torch.empty(draw.shape, dtype=draw.dtype, device=CUDA)
     if draw.op is DROPOUT:
         return draw.op(tensor, *draw.numbers, True)[1]
@@ -37,7 +37,7 @@ def by_torch(draw: Draw) -> torch.Tensor:
 
 
 def part(whole: torch.Tensor, block: Block) -> torch.Tensor:
-    """The block, cut out of the whole."""
+    """The block, cut out of the global tensor."""
     for dim, runs in enumerate(block.runs):
         if runs != (Run(0, whole.shape[dim]),):
             whole = torch.cat([whole.narrow(dim, run.start, run.length) for run in runs], dim)

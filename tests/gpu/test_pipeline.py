@@ -1,4 +1,4 @@
-"""Pipelines with virtual ranks on one GPU: every schedule beside one device, and backward in two parts."""
+"""Pipelines with virtual ranks on one GPU: every schedule against one device, and backward in two parts."""
 
 from __future__ import annotations
 

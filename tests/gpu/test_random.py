@@ -1,4 +1,4 @@
-"""Random operators on a CUDA device: virtual ranks that share it draw what the device draws for the whole tensor."""
+"""Random operators on a CUDA device: virtual ranks that share it draw what the device draws for the global tensor."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def test_indexed_numbers_are_the_same_on_every_mesh() -> None:
 
 
 def test_attention_with_dropout() -> None:
-    """The fused kernels draw by batch and head in a way of their own: they are run on whole tensors, and right."""
+    """The fused kernels draw by batch and head in a way of their own: they are run on global tensors, and right."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for dtype in (torch.float32, torch.bfloat16):

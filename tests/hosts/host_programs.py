@@ -30,7 +30,7 @@ SHARED, LOCAL = (Path(os.environ.get(name, ".")) for name in ("SHARED_DISK", "LO
 
 
 def demo() -> None:
-    """The demo's transformer, fully sharded between hosts and tensor parallel inside, beside one device."""
+    """The demo's transformer, fully sharded between hosts and tensor parallel inside, against one device."""
     mesh = hosts_by_ranks("dp", "tp")
     size = Size(width=32, heads=mesh.shape[1] if mesh.shape[1] > 1 else 2, length=8 * mesh.shape[1], windows=12)
     pair = make_pair(size, mesh, 3)

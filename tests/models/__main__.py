@@ -1,4 +1,4 @@
-"""Real models on virtual ranks beside plain torch: `python -m tests.models`, in the environment of `make models`."""
+"""Real models on virtual ranks against plain torch: `python -m tests.models`, in the environment of `make models`."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def _unequal(what: str, plain: nn.Module, other: nn.Module) -> Iterator[str]:
 
 
 def generation_differences(carrier: Carrier, ways: dict[str, dict[str, Any]] = GENERATIONS) -> Iterator[str]:
-    """`generate` on (4,) from two prompts of different lengths, in each way, beside one device."""
+    """`generate` on (4,) from two prompts of different lengths, in each way, against one device."""
     importlib.import_module("transformers").logging.set_verbosity_error()
     torch.manual_seed(1)
     ids = torch.randint(4, VOCABULARY, (2, 5))

@@ -1,4 +1,4 @@
-"""Architectures trained for a step in each way beside plain torch: loss, gradients, parameters and buffers after it."""
+"""Architectures trained for one parallel step against plain torch: loss, gradients, parameters and buffers after it."""
 
 from __future__ import annotations
 

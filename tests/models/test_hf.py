@@ -94,7 +94,7 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "quantised" / "config.json"
     content = json.loads(path.read_text())
     path.write_text(json.dumps(content | {"quantization_config": {"quant_method": "fp8"}}))
-    with pytest.raises(sw.UnsupportedError, match="is quantised by fp8"):
+    with pytest.raises(sw.UnsupportedError, match="is quantized by fp8"):
         sw.hf.from_pretrained(tmp_path / "quantised", mesh)
     path.write_text(json.dumps(content | {"architectures": ["Unknown"]}))
     with pytest.raises(sw.CheckpointError, match="none of which transformers has"):

@@ -122,7 +122,7 @@ def test_tensors_beside_the_models_are_a_warning_and_wrong_shapes_an_error(tmp_p
     tensors = safetensors.load_file(tmp_path / "model.safetensors")
     safetensors.save_file(tensors | {"extra.weight": torch.zeros(2)}, tmp_path / "model.safetensors", {"format": "pt"})
     mesh = sw.init_device_mesh("cpu", (2,))
-    with pytest.warns(UserWarning, match=r"has tensors that LlamaForCausalLM has not: extra\.weight"):
+    with pytest.warns(UserWarning, match=r"has tensors that LlamaForCausalLM lacks: extra\.weight"):
         sw.hf.from_pretrained(tmp_path, mesh)
     wrong = tensors | {"model.norm.weight": torch.zeros(5)}
     safetensors.save_file(wrong, tmp_path / "model.safetensors", {"format": "pt"})

@@ -1,4 +1,4 @@
-"""What each operator communicates, beside torch.distributed.tensor: the same calls on the same layouts, both counted.
+"""Communication of each operator, against torch.distributed.tensor: the same calls on the same layouts, both counted.
 
     python -m tests.peer.communication [--all] [--only name ...] [--cases N] [--json FILE]
 
@@ -90,7 +90,7 @@ def total(moved: Sequence[Moved]) -> Moved:
     return Moved(sum(m.collectives for m in moved), sum(m.received for m in moved))
 
 
-# ---------------------------------------------------------------- what is tried
+# ---------------------------------------------------------------- cases
 
 
 def cases_of(name: str, limit: int | None) -> list[Case]:
@@ -127,7 +127,7 @@ class Library:
         self.mesh = module.init_device_mesh("cpu", shape)
 
     def wrap(self, local: torch.Tensor, tensor: torch.Tensor, placements: Sequence[Any]) -> Any:
-        """What a rank holds of a tensor, as a DTensor."""
+        """A rank's part of a tensor, as a DTensor."""
         own = placements if self.module is ours else [their_placement(p) for p in placements]
         local = local.detach().clone()
         return self.module.DTensor.from_local(
@@ -151,7 +151,7 @@ class Library:
         return Cost(forward.moved, backward, owed.moved, "; ".join(str(t.placements) for t in found))
 
     def backward(self, case: Case, result: Any, given: Sequence[Any]) -> Moved:
-        """What the gradients of a call cost, where the gradient of each result lies as the result does."""
+        """The cost of the gradients of a call, if the gradient of each result has the layout of the result."""
         results = tree_flatten(case.sample.process(result))[0]
         graded = [t for t in results if isinstance(t, self.module.DTensor) and t.requires_grad]
         sources = [t for t in given if t.requires_grad]
@@ -315,7 +315,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def table(reports: Sequence[Report], verbose: bool = False) -> str:
-    """Every operator with what it communicates, ours beside torch's, the worst first."""
+    """Every operator with what it communicates, ours against torch's, the worst first."""
     head = f"{'ours, torch':50} {'cases':>5} {'collectives':>13} {'bytes':>21}   with what results owe"
     found = sorted((r for r in reports if r.compared), key=_excess, reverse=True)
     lines = [line for report in found for line in _lines(report, verbose)]

@@ -1,4 +1,4 @@
-"""Compiled programs on torch's fake process group: what stands in their graphs, and how often they are compiled.
+"""Compiled programs on torch's fake process group: the nodes of their graphs, and how often they are compiled.
 
 Run in a process of its own, without run-time type checks, which would be compiled too.
 """
@@ -60,7 +60,7 @@ class Recorder:
         return [node for graph in self.graphs for node in graph.graph.nodes if node.op == "call_function"]
 
     def strange(self) -> set[str]:
-        """What is neither a local operator nor a collective."""
+        """Nodes that are neither local operators nor collectives."""
         return {
             str(node.target)
             for node in self.nodes

@@ -1,4 +1,4 @@
-"""CommDebugMode beside torch's: the same methods, and on the same program the same counts, module by module."""
+"""CommDebugMode against torch's: the same methods, and on the same program the same counts, module by module."""
 
 import inspect
 from typing import Any

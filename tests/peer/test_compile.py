@@ -1,4 +1,4 @@
-"""What stands in the graphs of compiled programs, how often they are compiled, and what is refused."""
+"""The nodes of the graphs of compiled programs, how often these are compiled, and refused programs."""
 
 from collections.abc import Iterator
 

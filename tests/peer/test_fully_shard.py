@@ -1,4 +1,4 @@
-"""fully_shard beside torch's own on the same processes: the same losses, and no more collectives or bytes a step."""
+"""fully_shard against torch's own on the same processes: the same losses, and no more collectives or bytes a step."""
 
 from typing import Any
 

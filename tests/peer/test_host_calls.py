@@ -1,4 +1,4 @@
-"""Host work is protected by counts: functions of ours that warm calls enter, and the calls of a step beside FSDP2's.
+"""Host work is protected by counts: functions of ours that warm calls enter, and the calls of a step against FSDP2's.
 
 One process of its own counts all of them, without the wrappers of beartype.
 """

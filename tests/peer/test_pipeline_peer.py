@@ -1,4 +1,4 @@
-"""Schedules of pipelines beside those of torch.distributed.pipelining: the same tables, and its validator agrees."""
+"""Schedules of pipelines against those of torch.distributed.pipelining: the same tables, and its validator agrees."""
 
 from typing import Any
 

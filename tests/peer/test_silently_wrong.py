@@ -116,7 +116,7 @@ def _placement(library: Any, dim: int | None) -> Any:
 
 
 def numbers(value: Any) -> Any:
-    """A number, or the elements of the whole of a tensor in a row."""
+    """A number, or the elements of the global tensor, flattened."""
     whole = value.full_tensor() if hasattr(value, "full_tensor") else value
     return whole.flatten().tolist() if isinstance(whole, torch.Tensor) and whole.ndim else float(whole)
 

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint.state_dict: our functions and torch's on our models, beside torch's on torch's."""
+"""torch.distributed.checkpoint.state_dict: our functions and torch's on our models, against torch's on torch's."""
 
 import copy
 import warnings

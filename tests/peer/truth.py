@@ -1,4 +1,4 @@
-"""Whether torch.distributed.tensor is right about a call: all ranks at once, with real values, beside one device.
+"""Whether torch.distributed.tensor is right about a call: all ranks at once, with real values, against one device.
 
 Uses torch's own simulation of ranks (LocalTensorMode) over the fake process group. Knows nothing of what is
 communicated.
@@ -64,7 +64,7 @@ def _diverged(error: Exception) -> bool:
 
 
 def _shares(tensor: torch.Tensor, shape: Sequence[int], placements: Sequence[Any]) -> dict[int, torch.Tensor]:
-    """What each rank holds; of a sum really a part, and none that tells whether the sum is zero."""
+    """Each rank's local; of a sum an addend, which does not show whether the sum is zero."""
     with ours.virtual():
         mesh = ours.init_device_mesh("cpu", tuple(shape))
         made = distribute(tensor.detach().clone(), mesh, placements)
@@ -92,7 +92,7 @@ def their_placement(placement: Any) -> Any:
 
 
 def _same(mine: Any, one: Any) -> bool:
-    """Whether every rank has what one device has, up to rounding."""
+    """Whether every rank has the values of one device, up to rounding."""
     if one is None:
         return True
     pairs = zip(tree_flatten(mine)[0], tree_flatten(one)[0], strict=True)

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for the core data: shapes, meshes, placements, shard orders, specs. Knows only `core`."""
+"""Hypothesis strategies for the core data: shapes, meshes, placements, shard orders, specs."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def rank_grids(draw: DrawFn, *, max_axes: int = 4, max_axis_size: int = 4) -> np
 
 @composite
 def meshes(draw: DrawFn, *, max_axes: int = 4, max_axis_size: int = 4, named: bool | None = None) -> DeviceMesh:
-    """Whole meshes, with names or without."""
+    """Root meshes, with names or without."""
     grid = draw(rank_grids(max_axes=max_axes, max_axis_size=max_axis_size))
     has_names = draw(st.booleans()) if named is None else named
     return DeviceMesh("cpu", grid, mesh_dim_names=AXIS_NAMES[: grid.ndim] if has_names else None, fabric="virtual")
@@ -101,7 +101,7 @@ def parts_of(draw: DrawFn, mesh: DeviceMesh) -> DeviceMesh:
 
 
 def any_meshes() -> SearchStrategy[DeviceMesh]:
-    """Whole meshes and parts of meshes."""
+    """Root meshes and slices of meshes."""
     return st.one_of(meshes(), meshes(named=True).flatmap(parts_of))
 
 

@@ -1,4 +1,4 @@
-"""The command line: what it prints, for people and for programs, and how it refuses what cannot be."""
+"""The command line: its output, for people and for programs, and its errors for invalid input."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_plan_names_steps_costs_peak_and_the_alternative(capsys: pytest.Captur
         "all_gather  join the parts of dim 0        dp    512.00 MiB  3.59 ms    1.00 GiB",
         "1 collective, 512.00 MiB received in 3.59 ms; a rank holds 2.00 GiB at the peak",
         "",
-        "step by step: reduce, gather what changes, slice",
+        "step by step: reduce, gather changed dims, slice",
         "collective  what it does                    over  receives      time  then holds",
         "─" * 80,
         "all_gather  join the parts of dim 0         dp    2.00 GiB  14.33 ms    4.00 GiB",
@@ -305,7 +305,7 @@ def test_help_of_plan_has_every_placement(capsys: pytest.CaptureFixture[str]) ->
 
 
 def placement_of(text: str) -> Placement:
-    """The placement that a word of the notation means, on an axis of three ranks."""
+    """The placement of a token of the notation, on an axis of three ranks."""
     spec, _ = parse_change(f"f32[8,8] {text} -> R", parse_mesh("3"))
     return spec.placements[0]
 

@@ -121,7 +121,7 @@ def test_different_values_are_different_objects() -> None:
     assert TensorMeta((2, 3)) != TensorMeta((2, 3), (1, 2))
 
 
-# ---------------------------------------------------------------- the ways to say one thing
+# ---------------------------------------------------------------- equal arguments in several notations
 
 
 def test_integers_of_numpy_and_torch_are_integers() -> None:
@@ -275,7 +275,7 @@ def test_threads_that_make_a_value_at_once_get_one_object() -> None:
 
 @pytest.mark.usefixtures("eager_switching")
 def test_threads_that_make_and_drop_a_value() -> None:
-    """While a value is held it is the one; a dropped one leaves nothing that could be mistaken for it."""
+    """A referenced value is the only one of its kind; a dropped one leaves no entry that could be mistaken for it."""
     wrong: list[str] = []
 
     def work() -> None:

@@ -1,4 +1,4 @@
-"""Layouts written and read: what is printed reads back as the same object, and errors point at the character."""
+"""Layouts written and read: the printed form reads back as the same object, and errors point at the character."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardwise.core.mesh import DeviceMesh
-from shardwise.core.notation import parse_axes, parse_layout, parse_meta, parse_spec
-from shardwise.core.placement import Partial, Replicate, Shard
+from shardwise.core.notation import parse_axes, parse_meta, parse_spec
+from shardwise.core.placement import Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import NotationError
 from tests.pure.strategies import dtypes, shapes, specs
@@ -96,22 +96,16 @@ def test_the_text_wins_over_the_meta_given() -> None:
     assert repr(parse_spec("i64[3] dp:S0", MESH, meta=META)) == "i64[3] dp:S0 tp:R"
 
 
-def test_layouts_alone() -> None:
-    assert parse_layout("tp:P dp:S1", MESH) == ([Shard(1), Partial()], None)
-    assert parse_layout("", MESH) == ([Replicate(), Replicate()], None)
-    assert parse_layout("dp:S0 tp:S0 order 0:tp>dp", MESH) == ([Shard(0), Shard(0)], {0: (1, 0)})
-
-
 # ---------------------------------------------------------------- errors point at the character
 
 
 def column_of(error: NotationError) -> int:
-    """Where the caret stands, counted in the text that was given."""
+    """The position of the caret in the given text."""
     (caret,) = [line for line in error.problem.split("\n") if line.strip() == "^"]
     return caret.index("^") - 2
 
 
-# in each text a ! stands before the character that the error must point at
+# in each text a ! precedes the character that the error must point at
 POINTED = [
     ("!", "expected a dtype and sizes"),
     ("  !", "expected a dtype and sizes"),

@@ -1,4 +1,4 @@
-"""Specs: how they print, what they normalise, what they refuse and how they say it."""
+"""Specs: their printed form, normalization, refused arguments and error messages."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def test_the_mask_of_torch_is_refused() -> None:
         as_placement(_MaskPartial())
 
 
-# ---------------------------------------------------------------- what is refused, and how
+# ---------------------------------------------------------------- refused arguments, and messages
 
 
 @pytest.mark.parametrize(

@@ -157,7 +157,7 @@ def problems(modules: Mapping[str, Module]) -> list[str]:
 
 
 def breach(module: Module, imported: Import) -> str | None:
-    """What is wrong with one import, if anything is."""
+    """The error of one import, or None."""
     target, _, in_function = imported
     if target.startswith("."):
         return f"import of {target} is relative (imports are absolute)"

@@ -61,7 +61,7 @@ def test_dims_are_joined() -> None:
 
 
 def index_of(extents: tuple[Extent, ...], element: int) -> int:
-    """Where one element stands; before all dims, at the beginning."""
+    """The position of one element; before all dims, at the beginning."""
     return int(indices_between(extents, element, element + 1)) if extents else 0
 
 

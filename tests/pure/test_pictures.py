@@ -1,4 +1,4 @@
-"""Pictures of layouts: what they say is what the spec says, in characters and in SVG."""
+"""Pictures of layouts agree with the spec, in characters and in SVG."""
 
 import itertools
 import xml.etree.ElementTree as ElementTree
@@ -127,10 +127,10 @@ def labels(lines: Sequence[str]) -> list[str]:
     ("mesh", "text", "expected", "note"),
     [
         ("dp=2,tp=2", "f32[10,7] dp:S0 tp:S1", ["0", "1", "2", "3"], None),
-        ("dp=2,tp=2", "f32[10,7] dp:S0 tp:R", ["0,1", "2,3"], "replicated over tp: each block is held 2 times"),
+        ("dp=2,tp=2", "f32[10,7] dp:S0 tp:R", ["0,1", "2,3"], "replicated over tp: 2 replicas of each block"),
         ("dp=2,tp=2", "f32[10,7] dp:P tp:S0", ["0+2", "1+3"], "partial over dp: a block is the sum of"),
         ("dp=2,tp=2", "f32[4] dp:P(max) tp:R", ["max(0,2), max(1,3)"], "partial over dp: a block is the max of"),
-        ("dp=4", "f32[5] dp:S0", ["0", "1", "2"], "rank 3 holds nothing"),
+        ("dp=4", "f32[5] dp:S0", ["0", "1", "2"], "rank 3 has no elements"),
         ("dp=2,tp=2", "f32[8,2] dp:S0/2 tp:R", ["0,1", "2,3", "0,1", "2,3"], None),
     ],
 )

@@ -331,7 +331,7 @@ def test_bounds_leave_out_no_cheaper_way(pair: Pair) -> None:
 
 @pytest.mark.parametrize("decades", [(0, 1, 2, 3), (3, 2, 1, 0), (0, 0, 1, 1), (0, 0, 0, 0)])
 def test_bounds_leave_out_no_cheaper_way_where_bytes_are_what_costs(decades: Sequence[int]) -> None:
-    """Small start-ups, so that ways of many collectives are worth it, and links of very different speeds."""
+    """Small latencies, so that routes of many collectives may be cheapest, and links of very different speeds."""
     rng = random.Random(0)
     model = CostModel(axes={str(axis): Link(1e-7, 1e-9 * 10**decade) for axis, decade in enumerate(decades)})
     words = ("R", "S0", "S1")

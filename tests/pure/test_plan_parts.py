@@ -27,7 +27,7 @@ from shardwise.plan.state import Problem
 from shardwise.plan.state_transfer import IndexRange, _staged, _windows
 from shardwise.rules.attention_blocks import tiles
 from shardwise.rules.engine import Factors, candidates
-from shardwise.rules.mask_reach import Reach, band_of, reach_of
+from shardwise.rules.mask_reach import Reach, reach_of
 from shardwise.rules.padding import rows_padded
 from shardwise.rules.registry import Call
 from shardwise.rules.shapes import _concatenated
@@ -105,9 +105,10 @@ def test_the_band_of_a_mask_is_its_reach_to_both_sides(before: int, after: int) 
     rows = torch.arange(8)
     distance = rows[None, :] - rows[:, None]
     mask = torch.zeros(8, 8).masked_fill((distance < -before) | (distance > after), -math.inf)
-    assert band_of(mask) == (before, after)
-    mask[3] = -math.inf  # a query that sees nothing reaches nowhere
-    assert band_of(mask) == (before, after)
+    one = [[Run(0, 8)]]  # all tokens on one rank
+    assert reach_of(mask, one, one) == Reach((before, after), (0,))
+    mask[3] = -math.inf  # a query without visible keys does not count
+    assert reach_of(mask, one, one) == Reach((before, after), (0,))
 
 
 @pytest.mark.parametrize("limit", [16, 100, 512, 4096])
@@ -216,21 +217,21 @@ def attention_metas(schema: OpSchema) -> tuple[TensorMeta, ...]:
 
 
 @pytest.mark.parametrize("backward", [False, True])
-def test_bytes_that_ways_of_attention_hold(backward: bool) -> None:
+def test_bytes_held_by_algorithms_of_attention(backward: bool) -> None:
     """A ring: a block that is computed with, and one that arrives. Gathering: all but the own. Backward: twice that."""
     schema = attention_call("tp:S2", "tp:S2", "tp:S2", backward=backward)
     block = 2 * 4 * 16 * 8 * 4  # of keys or of values, on each of four ranks
-    for way, held in (("ring", 2 * 2 * block), ("gather", 2 * 3 * block)):
-        choice = choose_attention(schema, attention_metas(schema), way)
+    for algorithm, held in (("ring", 2 * 2 * block), ("gather", 2 * 3 * block)):
+        choice = choose_attention(schema, attention_metas(schema), algorithm)
         assert choice is not None
-        assert choice.way == way
+        assert choice.algorithm == algorithm
         assert choice.held == held * (2 if backward else 1)
 
 
 def test_results_of_attention_have_the_layouts_of_their_operands() -> None:
     schema = attention_call("tp:S2", "tp:S1", "tp:S2", backward=True)
-    for way in ("ring", "gather"):
-        choice = choose_attention(schema, attention_metas(schema), way)
+    for algorithm in ("ring", "gather"):
+        choice = choose_attention(schema, attention_metas(schema), algorithm)
         assert choice is not None
         assert [str(spec.placements) for spec in choice.returns] == [
             str(schema.arguments[name].placements) for name in ("query", "key", "value")
@@ -250,7 +251,7 @@ def test_keys_near_the_queries_and_sinks_are_received() -> None:
         reach = Reach(band=(1, 0), turns=(0, 1, 2, 3), causal=True, far=far)
         choice = choose_attention(schema, attention_metas(schema), None, reach)
         assert choice is not None
-        assert choice.way == "halo"
+        assert choice.algorithm == "halo"
         (exchange,) = choice.halo
         assert exchange.operands == (schema.specs[1], schema.specs[2])
         sources = {(s.operand, s.result) for s in exchange.segments}

@@ -37,7 +37,7 @@ class Example(NamedTuple):
 
 
 class PageError(Exception):
-    """A page that says what it cannot mean, or whose code does not do what the page says."""
+    """A page with an invalid block, or with code whose output is not that of the page."""
 
 
 def blocks(text: str) -> list[Block]:

@@ -106,7 +106,7 @@ SAMPLES = list(samples())
 
 
 class Case(NamedTuple):
-    """A sample with its rule and what one device gives."""
+    """A sample with its rule and the result of one device."""
 
     call: Call
     rule: Rule

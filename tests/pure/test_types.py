@@ -12,7 +12,7 @@ SOURCE = Path(__file__).parents[2] / "src"
 
 
 def errors_of(folder: Path, program: str) -> list[str]:
-    """What basedpyright says of a program in strict mode."""
+    """The output of basedpyright for a program in strict mode."""
     (folder / "program.py").write_text(program, encoding="utf-8")
     settings = {"typeCheckingMode": "strict", "include": ["program.py"], "extraPaths": [str(SOURCE)]}
     (folder / "pyrightconfig.json").write_text(json.dumps(settings), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The whole table of attention over a sharded sequence beside one device: results and gradients.
+"""The full table of attention over a sharded sequence against one device: results and gradients.
 
 Masks and options, ways, `Shard` and `Zigzag`, meshes of one, two and three axes, even, uneven and different lengths,
 fewer tokens than ranks, float64 (1e-12 of the norm) and float32 (1e-6).
@@ -66,7 +66,7 @@ def rows() -> Iterator[Row]:
 
 
 def check(row: Row, given: Case, wanted: list[torch.Tensor]) -> set[str]:
-    """Compare one call with one device, and return the ways that its kernels took."""
+    """Compare one call with one device, and return the algorithms that it used."""
     with sw.explain() as report:
         got = on_mesh(given, sw.init_device_mesh("cpu", row.shape), row.placements, row.way)
     assert_close(got, wanted)
@@ -75,7 +75,7 @@ def check(row: Row, given: Case, wanted: list[torch.Tensor]) -> set[str]:
 
 
 def sweep(chosen: Sequence[Row]) -> tuple[dict[str, collections.Counter[str]], list[str]]:
-    """The ways that calls of each mask took, and what is not right."""
+    """The algorithms that calls of each mask used, and the differences."""
     taken: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     wrong: list[str] = []
     for (mask, option, lengths, dtype), group in itertools.groupby(chosen, key=lambda row: row[:4]):

@@ -1,4 +1,4 @@
-"""Plans with local outputs on virtual ranks, compiled beside not compiled: values and gradients.
+"""Plans with local outputs on virtual ranks, compiled against not compiled: values and gradients.
 
     python -m tests.virtual.compiled_locals --backend inductor
 

@@ -1,4 +1,4 @@
-"""`associative_scan` along a sharded dim, compiled beside one device.
+"""`associative_scan` along a sharded dim, compiled against one device.
 
     python -m tests.virtual.compiled_scan
 

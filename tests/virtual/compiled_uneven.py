@@ -1,4 +1,4 @@
-"""Uneven shards on virtual ranks, compiled beside one device: values, gradients and the number of graphs.
+"""Uneven shards on virtual ranks, compiled against one device: values, gradients and the number of graphs.
 
     python -m tests.virtual.compiled_uneven --backend inductor
 
@@ -51,7 +51,7 @@ def refused(program: Callable[[Any], Any], given: Any) -> str:
 
 
 def check_refused() -> None:
-    """What needs one shape of a local says so, and what to do."""
+    """Functions that need one shape of a local raise, with a hint."""
     x = sw.distribute_tensor(torch.ones(7, 2), sw.init_device_mesh("cpu", (4,)), [S(0)])
     said = refused(lambda x: x.to_local() * 2, x)
     assert "to_local() of f32[7,2] S0 in a compiled program" in said, said

@@ -1,4 +1,4 @@
-"""Every pair and triple of kinds of parallelism, with everything that people train with: beside one device.
+"""Every pair and triple of kinds of parallelism, with everything that people train with: against one device.
 
     python -m tests.virtual.compositions [--only fsdp-tp-cp ...] [--options captured ...] [--write FILE]
 

@@ -110,7 +110,7 @@ class Outcome:
     message: str = ""
 
 
-# ---------------------------------------------------------------- what is tried
+# ---------------------------------------------------------------- cases
 
 
 @functools.cache
@@ -176,7 +176,7 @@ class Sample:
 
     @functools.cached_property
     def wanted(self) -> "Wanted | None":
-        """What one device gives; None where it refuses the call too."""
+        """The result of one device; None if it refuses the call too."""
         plain = [t.detach().clone().requires_grad_(t.requires_grad) for t in self.tensors]
         before = [t.detach().clone() for t in plain]
         try:
@@ -518,7 +518,7 @@ def _close(a: torch.Tensor, b: torch.Tensor, at: str, more: float = 0.0) -> None
 
 @dataclasses.dataclass
 class Report:
-    """What is known of an operator after its cases."""
+    """The results of an operator's cases."""
 
     op: str
     ran: Counter[str] = dataclasses.field(default_factory=Counter)

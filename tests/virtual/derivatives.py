@@ -248,7 +248,7 @@ ONCE = ("product",)  # reductions whose second derivative is refused
 
 
 def check(case: Case) -> str | None:
-    """What is wrong with the derivatives of a case; None if nothing is, or torch itself has none."""
+    """The error of the derivatives of a case; None if they are right, or torch itself has none."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

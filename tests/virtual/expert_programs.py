@@ -1,4 +1,4 @@
-"""Random mixtures of experts beside a loop over tokens and choices on plain tensors.
+"""Random mixtures of experts against a loop over tokens and choices on plain tensors.
 
     python -m tests.virtual.expert_programs --trials 500 --seed 0
 

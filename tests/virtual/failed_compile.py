@@ -29,7 +29,7 @@ aten = torch.ops.aten
 
 
 class Failure(Exception):
-    """What is raised on purpose."""
+    """Raised on purpose."""
 
 
 def fail_if_traced() -> None:
@@ -227,7 +227,7 @@ def surroundings() -> dict[str, Any]:
 
 
 def differences(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
-    """The names of what is not the same."""
+    """The names of values that differ."""
     return [name for name, value in before.items() if not _same(value, after[name])]
 
 

@@ -1,4 +1,4 @@
-"""Operators over a tensor whose second dim lies in some uncommon layout, beside one device."""
+"""Operators over a tensor whose second dim has an uncommon layout, against one device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random trees of data parallel modules, called in random patterns, beside the same on one device.
+"""Random trees of data parallel modules, called in random patterns, against the same on one device.
 
 `run_model(seed)` draws a tree (linear, low-rank and feed-forward parts, parts that share a module, return a parameter,
 hide their output or write to it), what is frozen, hooked, checkpointed, split by a plan and wrapped, and how it is

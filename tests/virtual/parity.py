@@ -28,7 +28,7 @@ class Diverged(AssertionError):
 
 
 class Inconsistent(AssertionError):
-    """What the ranks hold is not what the DTensor says."""
+    """The locals of ranks do not agree with the spec of the DTensor."""
 
 
 # ---------------------------------------------------------------- layouts
@@ -75,7 +75,7 @@ def _any(shape: Sequence[int], rng: random.Random, partial: bool) -> Any:
 
 
 def distribute(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> sw.DTensor:
-    """A DTensor of this value; what is Partial(sum) is really spread over the ranks, exactly."""
+    """A DTensor of this value; for Partial(sum) ranks have different addends, whose sum is exact."""
     placements = _legal(tensor, placements)
     summed = [axis for axis, p in enumerate(placements) if isinstance(p, sw.Partial) and p.reduce_op == "sum"]
     if not summed:
@@ -132,7 +132,7 @@ def whole(value: Any, exact: bool = True) -> Any:
 
 
 def check_locals(tensor: Any) -> None:
-    """Each rank's part has the shape and dtype that the spec says."""
+    """Each rank's local has the shape and dtype of the spec."""
     spec = tensor.spec
     for local, at in zip(tensor._local_tensor.tensors, spec.mesh.coordinates.tolist(), strict=True):
         shape = tuple(spec.local_shape(tuple(at)))

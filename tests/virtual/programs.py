@@ -49,7 +49,7 @@ MOST_SHOWN = 32  # elements of a tensor that differs
 
 @dataclass(frozen=True)
 class Input:
-    """A tensor that a program begins with, and how it lies."""
+    """A tensor that a program begins with, and its layout."""
 
     name: str
     shape: tuple[int, ...]
@@ -63,7 +63,7 @@ class Input:
 
 @dataclass(frozen=True)
 class Program:
-    """A mesh, some tensors on it, and what is done with them."""
+    """A mesh, tensors on it, and the lines of a program on them."""
 
     seed: int
     mesh: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Random layouts of given sizes, empty shards among them: redistributions and operators beside one device.
+"""Random layouts of given sizes, empty shards among them: redistributions and operators against one device.
 
     python -m tests.virtual.ragged_programs --moves 5000 --calls 2000 --seed 0
     python -m tests.virtual.ragged_programs --moves 1000 --calls 400 --processes

@@ -96,7 +96,7 @@ def rises(costs: Sequence[Cost], ranks: Sequence[int], received: int = 64, peak:
 
 @dataclasses.dataclass
 class Scaling:
-    """What is known of an operator's weak scaling."""
+    """The results of an operator's weak scaling."""
 
     op: str
     layouts: list[Layout] = dataclasses.field(default_factory=list)
@@ -274,7 +274,7 @@ def read(path: Path) -> list[Scaling]:
 
 
 def unexplained(found: Sequence[Scaling]) -> list[str]:
-    """What is wrong with the table of reasons, a line for each operator."""
+    """Errors of the table of reasons, a line for each operator."""
     wrong = []
     for scaling in found:
         if scaling.grows and scaling.op not in GROWING:

@@ -1,4 +1,4 @@
-"""Broadcast dims: what is constant along a dim is stored once, and nobody can tell but by the memory."""
+"""Broadcast dims: a tensor that is constant along a dim is stored once; only its memory shows that."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_a_line_that_asks_for_its_rank_is_shown_with_what_to_write(
 
 
 class Ran(NamedTuple):
-    """How a script ended, and what it said."""
+    """The exit status of a script, and its output."""
 
     status: object
     out: list[str]

@@ -1,4 +1,4 @@
-"""Fully sharded and tensor parallel at once, with what people train with: beside one device.
+"""Fully sharded and tensor parallel at once, with what people train with: against one device.
 
 Optimizer state, clipping, gradient scaling, activation checkpointing, mixed precision, accumulation, meta devices,
 three axes, checkpoints.
@@ -206,7 +206,7 @@ def plain_matmul() -> Iterator[None]:
 
 
 def test_mixed_precision(plain_matmul: None) -> None:
-    """Beside a mesh of one rank with the same policy, which is one device's mixed precision."""
+    """Against a mesh of one rank with the same policy, which is one device's mixed precision."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     found: list[dict[str, Any]] = []
     for shape in ((2, 2), (1, 1)):

@@ -1,4 +1,4 @@
-"""The demo: what it says is of its own run, fits a terminal of 80 columns, and can be stopped."""
+"""The demo: its output describes its own run and fits a terminal of 80 columns; it can be stopped."""
 
 from __future__ import annotations
 

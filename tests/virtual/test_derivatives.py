@@ -42,7 +42,7 @@ ONCE = {
     "shardwise.tensor.gradient_layouts.ProductOfOthers",
     "shardwise.fabric.target_kernels.FusedRMSNorm",
     "shardwise.parallel.data_parallel.gathered_params.Leaves",
-    "shardwise.capture.program._Spent",  # stands for a graph that was used up: its gradient raises too
+    "shardwise.capture.program._Spent",  # in place of a graph that was used up: its gradient raises too
 }
 # signals: nothing flows through them
 NO_GRADIENT = {
@@ -279,7 +279,7 @@ def test_writes_to_locals_that_backward_does_not_need() -> None:
 
 def test_distribute_tensor_does_not_end_a_graph_silently() -> None:
     x = numbers(4).requires_grad_()
-    with pytest.raises(sw.UnsupportedError, match="its gradients would end here"):
+    with pytest.raises(sw.UnsupportedError, match="gradients would not reach its inputs"):
         sw.distribute_tensor(x * 2, mesh_of(2), [Shard(0)])
     with torch.no_grad():
         assert not sw.distribute_tensor(x * 2, mesh_of(2), [Shard(0)]).requires_grad

@@ -479,7 +479,7 @@ def test_empty_tensors_whose_meta_function_divides_by_their_size() -> None:
 )
 @pytest.mark.parametrize("dim", [0, 1])
 def test_results_lie_in_memory_as_on_one_device(op: Any, dim: int) -> None:
-    """Also where an operator is computed from others: what is drawn into a tensor follows the order of memory."""
+    """Also where an operator is computed from others: random numbers are drawn into a tensor in the order of memory."""
     mesh = sw.init_device_mesh("cpu", (2,))
     plain = torch.randn(6, 4)
     for placement in (sw.Replicate(), sw.Shard(0), sw.Shard(1)):

@@ -1,4 +1,4 @@
-"""What a DTensor is to Python and to torch: its metadata, repr, copies on the way through pickle, and the factories."""
+"""DTensors for Python and torch: metadata, repr, copies, pickle, and the factories."""
 
 from __future__ import annotations
 

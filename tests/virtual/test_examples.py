@@ -1,4 +1,4 @@
-"""The examples, run as a user would: what they print is true, and is as on one device."""
+"""The examples, run as a user would: their output is true, and equal to that of one device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-# what is printed: patterns that have to be found, one after the other
+# patterns that the output must contain, in this order
 PRINTED: dict[str, list[str]] = {
     "smallest": [r"f32\[6,8\] x:S0 @ b -> f32\[6,5\] x:S0", r"as on one device: True, 44\.67"],
     "mlp": [

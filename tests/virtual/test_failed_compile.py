@@ -1,4 +1,4 @@
-"""A compilation that fails leaves nothing behind: eager programs give what they gave before."""
+"""A compilation that fails changes nothing: eager programs give the same results as before."""
 
 import os
 import subprocess

@@ -179,7 +179,7 @@ def test_gradients(name: str, heads: int) -> None:
             torch.testing.assert_close(mine.full_tensor(), theirs, rtol=1e-10, atol=1e-12)
 
 
-# ---------------------------------------------------------------- ways
+# ---------------------------------------------------------------- algorithms
 
 BY_SEQUENCE = (LAYOUTS[0], LAYOUTS[1], LAYOUTS[2], LAYOUTS[6])
 
@@ -210,7 +210,7 @@ def test_every_way(name: str, way: str) -> None:
 
 
 def taken(mask: Mod, *, prefer: str | None = None, placement: Any = S2) -> tuple[str, float]:
-    """The way of a call on four ranks, and what a rank receives."""
+    """The algorithm of a call on four ranks, and the bytes that a rank receives."""
     mesh = sw.init_device_mesh("cpu", (4,))
     x = sw.distribute_tensor(torch.randn(1, 1, 64, 8), mesh, [placement])
     blocks = create_block_mask(mask, None, None, 64, 64, device="cpu", BLOCK_SIZE=16).as_tuple()
@@ -287,7 +287,7 @@ def test_the_latest_values_of_captured_tensors_count() -> None:
 
 
 def test_in_inference_mode() -> None:
-    """Tensors of inference mode have no version: what a mask reads of them is read each time."""
+    """Tensors of inference mode have no version: a mask that reads them is evaluated at each call."""
     plain = operands()
     with torch.inference_mode():
         numbers = DOCUMENTS.clone()

@@ -1,4 +1,4 @@
-"""fully_shard on virtual ranks: losses and gradients of one device, what is communicated, what is held in memory."""
+"""fully_shard on virtual ranks: losses and gradients of one device, communication, memory."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_gradients_that_are_no_sums_are_counted_once() -> None:
     torch.testing.assert_close(whole(odd.layer.weight.grad), 4 * weight)
 
 
-# ---------------------------------------------------------------- what is communicated
+# ---------------------------------------------------------------- communication
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -295,7 +295,7 @@ def test_the_next_module_is_gathered_ahead(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def gathered_bytes(model: Any) -> int:
-    """What is held of gathered parameters on one rank."""
+    """The bytes of gathered parameters on one rank."""
     copies = [group.current for state in model._states() for group in state.groups]
     tensors = [tensor for copy in copies if copy is not None and copy.tensors is not None for tensor in copy.tensors]
     tensors += [copy.part._local_tensor for copy in copies if copy is not None and copy.part is not None]
@@ -454,7 +454,7 @@ def test_parameters_of_two_dtypes_and_a_later_conversion() -> None:
 
 
 class Model(nn.Module):
-    """A module of two layers and what a test wants to do with them."""
+    """A module of two layers, with a forward given by the test."""
 
     def __init__(self, run: Callable[..., Any]) -> None:
         super().__init__()
@@ -767,7 +767,7 @@ def test_ignored_parameters_are_left_alone() -> None:
     assert isinstance(layer.weight.grad, sw.DTensor)
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refused
 
 
 def test_errors_say_what_to_do() -> None:
@@ -780,7 +780,11 @@ def test_errors_say_what_to_do() -> None:
     cases: list[tuple[Callable[[], Any], type[Exception], str]] = [
         (lambda: sw.fully_shard(nn.Linear(2, 2)), sw.MeshError, "no mesh"),
         (lambda: sw.fully_shard(nn.Linear(2, 2), plane(2, 2, 2, names=("a", "b", "c"))), sw.MeshError, "3 axes"),
-        (lambda: sw.fully_shard(nn.Linear(2, 2), mesh, offload_policy=CPUOffloadPolicy()), sw.UnsupportedError, "host"),
+        (
+            lambda: sw.fully_shard(nn.Linear(2, 2), mesh, offload_policy=CPUOffloadPolicy()),
+            sw.UnsupportedError,
+            "CPUOffloadPolicy",
+        ),
         (
             lambda: sw.fully_shard(nn.Linear(2, 2), line(4), reshard_after_forward=3),
             sw.LayoutError,

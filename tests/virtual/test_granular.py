@@ -162,5 +162,5 @@ def test_what_is_refused() -> None:
     with pytest.raises(sw.LayoutError, match="granularity is 0"):
         fully_shard(nn.Linear(4, 4), mesh["dp"], granularity=0)
     layer = parallelize_module(nn.Linear(4, 5), mesh["tp"], ColwiseParallel())
-    with pytest.raises(sw.LayoutError, match="uneven"):
+    with pytest.raises(sw.LayoutError, match="needs even shards"):
         fully_shard(layer, mesh["dp"], granularity=2)

@@ -139,7 +139,7 @@ def test_a_model_without_a_plan_is_derived_with_a_warning() -> None:
     assert parallel[1][0].weight.placements == (sw.Shard(0),)
     torch.testing.assert_close(parallel(x).full_tensor(), plain(x))
 
-    with pytest.warns(UserWarning, match="no attention and no MLP was recognised"):
+    with pytest.warns(UserWarning, match="no attention and no MLP was recognized"):
         parallel = sw.hf.parallelize(nn.Linear(4, 4), mesh)
     assert parallel.weight.placements == (sw.Replicate(),)
 

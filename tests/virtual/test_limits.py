@@ -1,4 +1,4 @@
-"""Budgets and lock files: what goes over them is an error that says what and where."""
+"""Budgets and lock files: communication that exceeds them is an error that names the operator and its line."""
 
 import warnings
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Operands on different meshes of one grid: seen on one of them where that means one thing, refused elsewhere."""
+"""Operands on different meshes of one grid: remapped to one of them where that is unambiguous, otherwise refused."""
 
 import pytest
 import torch

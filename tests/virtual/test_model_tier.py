@@ -1,4 +1,4 @@
-"""The model tier itself: what it compares, what it counts, and its page. The models run where their libraries are."""
+"""The model tier itself: its comparisons, counts and page. The models run where their libraries are installed."""
 
 from pathlib import Path
 from typing import ClassVar

@@ -79,7 +79,7 @@ def test_same_as_one_device(name: str) -> None:
 @pytest.mark.parametrize(
     ("placements", "result"),
     [
-        ((S0, R), MASKED),  # rows: each rank gives what it holds
+        ((S0, R), MASKED),  # rows: each rank contributes its own
         ((S1, R), S2),  # columns
         ((R, S0), S0),  # indices: the gradient is a sum
         ((R, S1), S1),

@@ -1,4 +1,4 @@
-"""Indexing, gather and scatter, sorting and searching: values on every layout, and what is moved."""
+"""Indexing, gather and scatter, sorting and searching: values on every layout, and communication."""
 
 from collections.abc import Callable
 from typing import Any
@@ -158,7 +158,7 @@ def test_every_partial(kind: Any) -> None:
         assert_value(lambda x: x.topk(2, 0).values, x)
 
 
-# ---------------------------------------------------------------- what is moved
+# ---------------------------------------------------------------- communication
 
 
 def laid(tensor: torch.Tensor, *placements: Any) -> sw.DTensor:

@@ -1,4 +1,4 @@
-"""Operators that move elements: values on every layout, what is moved, writes through views, every kind of Partial."""
+"""Operators that move elements: values on every layout, communication, writes through views, every kind of Partial."""
 
 import copy
 from collections.abc import Callable
@@ -157,7 +157,7 @@ def test_casts_inside_cat_reduce_first() -> None:
     assert not got.placements[0].is_partial()
 
 
-# ---------------------------------------------------------------- what is moved
+# ---------------------------------------------------------------- communication
 
 
 def sharded(dim: int, ranks: int = 4) -> sw.DTensor:
@@ -205,7 +205,7 @@ def test_stays_where_it_is(fn: Callable[[Any], Any], dim: int, after: Any) -> No
     ],
 )
 def test_shuffles_of_whole_blocks(fn: Callable[[Any], Any], shape: tuple[int, ...], dim: int) -> None:
-    """Where each rank has whole blocks of pixels, or nothing, everything stays there."""
+    """If each rank has complete blocks of pixels, or none, nothing is communicated."""
     plain = torch.arange(torch.Size(shape).numel(), dtype=torch.float64).reshape(shape)
     x = sw.distribute_tensor(plain, mesh_of(4), [Shard(dim)])
     result, collectives, _ = bytes_moved(lambda: fn(x))
@@ -306,7 +306,7 @@ def test_writes_reach_the_base(name: str) -> None:
 
 
 def test_writes_to_parts_of_overlapping_windows() -> None:
-    """A part of a sharded dim is a copy. Only what was written is brought back: the windows beside it are old."""
+    """A part of a sharded dim is a copy. Only written elements are copied to the base: windows that overlap are old."""
     mesh, start = sw.init_device_mesh("cpu", (2,)), torch.randn(4, 11)
     part = (slice(0, 1), slice(None, None, 3), slice(1, 2))
 

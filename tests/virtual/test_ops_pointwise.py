@@ -1,4 +1,4 @@
-"""Pointwise operators: which kinds of Partial pass, what is moved, in-place forms, casts."""
+"""Pointwise operators: the kinds of Partial that they take, communication, in-place forms, casts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -149,7 +149,7 @@ def _laid(placement: Any, seed: int) -> sw.DTensor:
     return sw.distribute_tensor(torch.randn(4, 5, dtype=torch.float64), mesh_of(RANKS), [placement])
 
 
-# ---------------------------------------------------------------- what is moved
+# ---------------------------------------------------------------- communication
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ def test_batch_that_leaves_a_rank_without_samples() -> None:
 
 def test_dropout_of_cudnn_is_refused_before_it_is_drawn() -> None:
     arguments = {"dropout": 0.5, "train": True}
-    with pytest.raises(sw.UnsupportedError, match="cuDNN draws"):
+    with pytest.raises(sw.UnsupportedError, match="cuDNN uses a random state of its own"):
         cudnn(Call(aten._cudnn_rnn.default, arguments, (), ()))
     cudnn(Call(aten._cudnn_rnn.default, arguments | {"train": False}, (), ()))
 

@@ -1,4 +1,4 @@
-"""Optimizers on whole matrices: one device's values, each matrix computed once, two exchanges a step."""
+"""Optimizers on full matrices: one device's values, each matrix computed once, two exchanges a step."""
 
 import copy
 from typing import Any

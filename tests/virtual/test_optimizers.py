@@ -1,4 +1,4 @@
-"""torch.optim and what goes with it, over parameters that lie in different ways, against one device."""
+"""torch.optim, clipping and schedules on parameters of different layouts, against one device."""
 
 import copy
 from collections.abc import Callable
@@ -127,7 +127,7 @@ def test_clipping_takes_one_reduction(foreach: bool | None, count: int) -> None:
 
 @pytest.mark.parametrize("order", [2.0, 1.0, 3.5, -1.5])
 def test_a_norm_that_waits_on_one_axis_may_wait_on_another(order: float) -> None:
-    """What is split over one axis and over both: their norms are reduced as one."""
+    """Parameters sharded over one axis and over both: their norms are reduced in one collective."""
     mesh = mesh_of_four()
     values = torch.randn(8, 4)
     norms = [

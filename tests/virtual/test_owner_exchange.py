@@ -1,4 +1,4 @@
-"""Look-ups, writes and sorting along a sharded dim by exchanges by owner: values, gradients, what is moved."""
+"""Look-ups, writes and sorting along a sharded dim by exchanges by owner: values, gradients, communication."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def distributed(tensor: torch.Tensor, mesh: sw.DeviceMesh, dim: int | None) -> s
 
 
 def check(fn: Callable[..., Any], tensors: Sequence[torch.Tensor], dims: Sequence[int | None], mesh: Any) -> list[Any]:
-    """A function of distributed tensors gives what it gives on one device, and so do its gradients, twice."""
+    """A function of DTensors has the values of one device, and so have its first and second gradients."""
     plain = [t.clone().requires_grad_(t.is_floating_point()) for t in tensors]
     given = [distributed(t.clone(), mesh, d).detach() for t, d in zip(tensors, dims, strict=True)]
     given = [t.requires_grad_(t.is_floating_point()) for t in given]
@@ -301,7 +301,7 @@ def test_values_and_the_sequence_that_they_are_searched_in_are_sharded(
         )
 
 
-# ---------------------------------------------------------------- what it costs
+# ---------------------------------------------------------------- costs
 
 
 def cost(fn: Callable[..., Any], ranks: int, rows: int = 4096) -> tuple[float, float]:

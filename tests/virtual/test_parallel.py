@@ -219,7 +219,7 @@ def test_a_key_that_matches_nothing_is_a_warning_with_the_nearest_names() -> Non
 
 
 UNFIT: dict[str, tuple[nn.Module, Any, str]] = {
-    "rows of a norm": (nn.LayerNorm(4), RowwiseParallel(), r"'bad' \(LayerNorm\), RowwiseParallel: it fits nn.Linear"),
+    "rows of a norm": (nn.LayerNorm(4), RowwiseParallel(), r"'bad' \(LayerNorm\), RowwiseParallel: the style is for"),
     "columns of a convolution": (nn.Conv2d(2, 2, 1), ColwiseParallel(), r"'bad' \(Conv2d\), ColwiseParallel"),
     "no style": (nn.Linear(4, 4), "columns", "not 'columns'.*'bad'"),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Shadow parity: wrong values are found where they happen, rounding is told from them, right programs are clean."""
+"""Op parity: wrong values are found where they happen, rounding is no error, right programs have no findings."""
 
 import contextlib
 import copy
@@ -50,7 +50,7 @@ class Twice(torch.autograd.Function):
 
 @pytest.fixture
 def wrong_rules() -> Iterator[None]:
-    """`running` said to be pointwise, which it is not along dim 0."""
+    """`running` with a pointwise rule, which is wrong along dim 0."""
     sw.register_sharding(running.default, "...->...")
     yield
     RULES.pop(running.default, None)
@@ -74,7 +74,7 @@ def test_a_wrong_rule_is_found_at_its_line_and_not_again_after() -> None:
     assert first is not None
     assert first.what == "shardwise_parity.running.default"
     assert (first.kind, first.backward, first.operands) == ("wrong", False, ("f32[6,4] dp:S0 tp:R",))
-    assert first.at[0] >= 3  # the block of the second rank begins anew
+    assert first.at[0] >= 3  # the block of the second rank begins again at its first row
     assert first.error > 1000 * first.allowed
     expected = (x * 3).full_tensor().cumsum(0)
     assert first.expected == pytest.approx(expected[first.at].item())
@@ -300,7 +300,7 @@ def test_slices_of_a_mesh() -> None:
 
 
 def test_two_at_a_time_are_refused() -> None:
-    with sw.parity(), pytest.raises(sw.UnsupportedError, match="watched already"), sw.parity():
+    with sw.parity(), pytest.raises(sw.UnsupportedError, match="active already"), sw.parity():
         pass
     with sw.parity():  # the first one has gone
         pass

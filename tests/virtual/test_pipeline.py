@@ -1,4 +1,4 @@
-"""Pipelines on virtual ranks beside one device: losses, parameters, refusals, schedules in time."""
+"""Pipelines on virtual ranks against one device: losses, parameters, refusals, schedules in time."""
 
 import copy
 
@@ -136,7 +136,7 @@ def test_what_cannot_be_is_refused() -> None:
         sw.pipeline(model, mesh["pp"], split=[1, 2], microbatches=2)
     with pytest.raises(sw.LayoutError, match="cannot be cut"):
         sw.pipeline(Block(), mesh["pp"], microbatches=2)
-    with pytest.raises(sw.LayoutError, match="no single axis"):
+    with pytest.raises(sw.LayoutError, match="not a single axis"):
         sw.pipeline(model, mesh, microbatches=2)
     one = sw.DeviceMesh("cpu", [0, 1])
     with pytest.raises(sw.LayoutError, match="share ranks"):

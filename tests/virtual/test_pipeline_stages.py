@@ -1,4 +1,4 @@
-"""What stages may be and exchange, under every schedule, beside one device that runs the microbatches in order."""
+"""Kinds of stages and of their values, under every schedule, against one device that runs the microbatches in order."""
 
 import copy
 from collections.abc import Callable, Sequence

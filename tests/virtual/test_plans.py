@@ -1,4 +1,4 @@
-"""Plans of the example beside one device, a sample: `python -m tests.virtual.training` runs all of them.
+"""Plans of the example against one device, a sample: `python -m tests.virtual.training` runs all of them.
 
 Every plan, every mesh, both kinds of batches and both kinds of sizes are in it.
 """

@@ -39,7 +39,7 @@ def test_a_gathered_tensor_has_the_order_of_memory_of_one_device() -> None:
 
 
 def test_a_difference_is_found_and_made_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tanh that is wrong on shards is found, and what is printed runs and shows it."""
+    """A tanh that is wrong on shards is found, and the printed program runs and reproduces it."""
     import torch
 
     import shardwise as sw

@@ -57,7 +57,7 @@ def random_layout(rng: random.Random, mesh: sw.DeviceMesh, shape: tuple[int, ...
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_layouts_become_each_other(seed: int) -> None:
-    """Values and gradients; what is received is what was missing, on the average of the ranks."""
+    """Values and gradients; ranks receive exactly the missing bytes, on average."""
     rng = random.Random(seed)
     for _ in range(40):
         mesh = sw.init_device_mesh("cpu", rng.choice(((4,), (2, 2), (3,))))
@@ -114,7 +114,7 @@ def test_what_is_computed_token_by_token_keeps_the_layout() -> None:
 
 
 def test_training_keeps_parameters_where_they_are() -> None:
-    """A layer whose rows are ragged and one that a rank owns, with momentum, beside one device."""
+    """A layer whose rows are ragged and one that a rank owns, with momentum, against one device."""
     torch.manual_seed(0)
     mesh = sw.init_device_mesh("cpu", (3,))
     plain = nn.Sequential(nn.Linear(6, 7), nn.ReLU(), nn.Linear(7, 5)).double()

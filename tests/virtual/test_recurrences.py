@@ -1,4 +1,4 @@
-"""Recurrences of models along a sharded sequence beside a loop over tokens: values, gradients, and what is received."""
+"""Recurrences of models along a sharded sequence against a loop over tokens: values, gradients, received bytes."""
 
 from collections.abc import Callable
 from typing import Any

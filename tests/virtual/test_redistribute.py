@@ -1,4 +1,4 @@
-"""Any layout to any other on virtual ranks: values, gradients, two meshes, slices of a mesh, and what is refused."""
+"""Any layout to any other on virtual ranks: values, gradients, two meshes, slices of a mesh, and refused calls."""
 
 from __future__ import annotations
 
@@ -400,7 +400,7 @@ def test_flattened_axes_are_one_axis() -> None:
         assert lengths == ([2, 2, 2, 1, 0, 0] if order == ("dp", "tp") else [2, 2, 0, 2, 1, 0])
 
 
-# ---------------------------------------------------------------- what is refused, before anything moves
+# ---------------------------------------------------------------- refused before anything moves
 
 
 def refusals() -> dict[str, tuple[type[Exception], str, Callable[[], object]]]:

@@ -90,12 +90,12 @@ def test_from_a_checkpoint_with_layouts(tmp_path: Path) -> None:
 def test_what_cannot_be_is_refused() -> None:
     old, new = mesh_of([0, 1], "dp"), mesh_of([0, 1, 2], "dp")
     state = build(old)
-    with pytest.raises(sw.LayoutError, match=r"'model' is a .*Net, and its layers"):
+    with pytest.raises(sw.LayoutError, match=r"'model' is a .*Net, which must be built"):
         sw.remesh(state, new)
     with pytest.raises(sw.LayoutError, match="no DTensor"):
         sw.remesh({"a": torch.ones(2)}, new)
     train(state, old, 1)
-    with pytest.raises(sw.LayoutError, match=r"`into` is another state: step missing there"):
+    with pytest.raises(sw.LayoutError, match=r"`into` is another state: it lacks step"):
         sw.remesh(state, new, into={key: value for key, value in build(new).items() if key != "step"})
     with pytest.raises(sw.LayoutError, match="is not on the ranks of"):
         sw.remesh(state, new, into=build(mesh_of([3, 4], "dp")))

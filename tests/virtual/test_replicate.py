@@ -1,4 +1,4 @@
-"""replicate on virtual ranks: losses and gradients of one device, buckets, and what is not communicated."""
+"""replicate on virtual ranks: losses and gradients of one device, buckets, and avoided communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention over a sharded sequence: every way against one device, what it moves and holds, and how a way is chosen."""
+"""Attention over a sharded sequence: every algorithm against one device, its bytes and memory, and the choice."""
 
 import copy
 from typing import Any
@@ -17,7 +17,7 @@ from shardwise.plan.propagate import OpSchema
 from shardwise.plan.sequence_attention import choose_attention
 from shardwise.rules import mask_reach
 from shardwise.rules.attention_blocks import tiles
-from shardwise.rules.mask_reach import Reach, band_of, reach_of, reach_of_function
+from shardwise.rules.mask_reach import Reach, reach_of, reach_of_function
 from tests import sequence_attention as sequences
 from tests.sequence_attention import (
     LAYOUTS,
@@ -43,7 +43,7 @@ WAYS = ("ring", "gather", "heads")
 
 @pytest.mark.parametrize("mask", MASKS)
 def test_as_on_one_device(mask: str) -> None:
-    """A part of the table, in which each mask meets all ways, options, lengths and layouts."""
+    """A part of the table, with all algorithms, options, lengths and layouts for each mask."""
     chosen = [row for row in attention_table.rows() if row.mask == mask][::59]
     for field, every in (("way", attention_table.WAYS), ("option", OPTIONS), ("lengths", LENGTHS)):
         assert {getattr(row, field) for row in chosen} == set(every)
@@ -123,7 +123,7 @@ def test_lower_right_causal_mask() -> None:
     assert_close(got, wanted)
 
 
-# ---------------------------------------------------------------- what is moved and held
+# ---------------------------------------------------------------- bytes and memory
 
 
 def test_a_ring_receives_keys_and_values_once_and_their_gradients_once() -> None:
@@ -185,7 +185,7 @@ def test_memory_of_a_ring_does_not_grow_with_the_ranks() -> None:
 
 
 def _way(shape: tuple[int, ...], ranks: int, prefer: str | None = None) -> tuple[str, str]:
-    """The way that a call takes, and what explain says about it."""
+    """The algorithm of a call, and its text in `explain`."""
     mesh = sw.init_device_mesh("cpu", (ranks,))
     q = sw.zeros(*shape, device_mesh=mesh, placements=[S2])
     with sw.explain() as report:
@@ -329,7 +329,7 @@ def test_halos_go_by_the_mask_of_each_call() -> None:
 
 
 def _ways_of(given: Any, mesh: sw.DeviceMesh, layout: Any, way: str | None = None, mask: Any = None) -> set[str]:
-    """The ways that a call takes, forward and backward, after a comparison with one device."""
+    """The algorithms of a call, forward and backward, after a comparison with one device."""
     with sw.explain() as report:
         got = on_mesh(given, mesh, layout, way, mask)
     assert_close(got, on_one_device(given))
@@ -413,7 +413,7 @@ def test_masks_are_not_read_where_a_program_is_recorded() -> None:
 @hypothesis.given(st.data())
 @hypothesis.settings(max_examples=60, deadline=None)
 def test_what_queries_see(data: Any) -> None:
-    """Bands and turns beside a count of each score."""
+    """Bands and turns against a count of each score."""
     draw, numbers = data.draw, st.integers
     count = draw(numbers(1, 4))
     rows_, columns = draw(numbers(1, 9)), draw(numbers(1, 9))
@@ -444,7 +444,6 @@ def test_what_queries_see(data: Any) -> None:
         of_function == expected if of_function is None or not of_function.far else of_function[1:3] == expected[1:3]
     )
     band = (left, right) if rows_ > 1 < columns and left < rows_ - 1 and right < columns - 1 else None
-    assert band_of(mask) == band
     assert set(range(count) if found is None else found.turns) == turns or (found is None and len(turns) == count)
     assert found is None or found.far or found.band == band
     for reach in (found, of_function):
@@ -778,7 +777,7 @@ def test_a_bound_holds_with_dropout_too() -> None:
 
 @pytest.mark.parametrize("kind", ["grouped heads", "one row", "rows"])
 def test_memory_of_a_ring_with_groups_or_a_mask_does_not_grow_with_the_ranks(kind: str) -> None:
-    """Beside the mask itself, of which a rank holds one row, or the rows of its queries."""
+    """In addition to the mask itself, of which a rank has one row, or the rows of its queries."""
     peaks = set()
     for ranks in (8, 64, 512):
         with sw.dry_run() as run, sw.attention(prefer="ring"):

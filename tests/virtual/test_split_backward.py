@@ -1,4 +1,4 @@
-"""Backward in two parts beside one backward: the same gradients, operators and hooks, for any graph of autograd."""
+"""Backward in two parts against one backward: the same gradients, operators and hooks, for any graph of autograd."""
 
 import copy
 from collections import Counter

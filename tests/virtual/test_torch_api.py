@@ -336,7 +336,7 @@ def test_a_copy_trains_on_its_own(line: sw.DeviceMesh) -> None:
     single(x).sum().backward()
     assert str(single.weight.grad.spec) == "f32[4,4] dp:S0"
     single.unshard()
-    with pytest.raises(sw.UnsupportedError, match="after reshard"):
+    with pytest.raises(sw.UnsupportedError, match="call reshard"):
         copy.deepcopy(single)
 
 

@@ -1,4 +1,4 @@
-"""Transfers of whole states between meshes, on virtual ranks. Random pairs: `python -m tests.gloo.state_transfers`."""
+"""Transfers of states between meshes, on virtual ranks. Random pairs: `python -m tests.gloo.state_transfers`."""
 
 import copy
 from typing import Any

@@ -188,7 +188,7 @@ def test_explain_says_which_way() -> None:
 
 
 def _llama(mesh: sw.DeviceMesh, placements: Any, **options: Any) -> None:
-    """One step of the example's model beside one device; its positions are plain tables."""
+    """One step of the example's model against one device; its positions are plain tables."""
     torch.manual_seed(0)
     reference = Llama(vocabulary=32, dim=32, blocks=1, heads=4, kv_heads=2, hidden=48).double()
     model = copy.deepcopy(reference)
@@ -276,7 +276,7 @@ def _linear_attention(q: Any, k: Any, v: Any, chunks: int) -> Any:
 
 @pytest.mark.parametrize("placement", [S2, Z2])
 def test_linear_attention_by_chunks_exchanges_states_alone(placement: sw.Placement) -> None:
-    """What is received does not depend on the length, and tokens stay where they are."""
+    """Received bytes do not depend on the length, and tokens are not moved."""
     mesh, received = sw.init_device_mesh("cpu", (4,)), set()
     for length in (64, 128):
         plain = [torch.randn(1, 2, length, 4, dtype=torch.float64) for _ in range(3)]

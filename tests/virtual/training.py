@@ -125,7 +125,7 @@ def train(
 
 
 def train_under(case: Case, sort: Sort, steps: int) -> list[Step]:
-    """The same as a plan says."""
+    """The same, parallel by a plan."""
     mesh, model = mesh_for(case), make_model(sort)
     if case.plain:
         return train(spread_plain(case.plan, model, mesh), steps, own_rows(mesh), mean_over_ranks)
@@ -167,7 +167,7 @@ def cases(shapes: tuple[tuple[int, ...], ...] = SHAPES) -> Iterator[Case]:
 
 
 def sorts() -> Iterator[Sort]:
-    """What is trained; dropout is that of one device for global batches alone."""
+    """The trained model; dropout is that of one device for global batches only."""
     for odd, (dtype, dropout) in itertools.product((False, True), itertools.product(TOLERANCE, (0.0, 0.1))):
         if not odd or dtype is torch.float64:
             yield Sort(dtype, dropout, odd, blocks=2)
@@ -186,7 +186,7 @@ def runs() -> Iterator[tuple[Sort, Case, list[Step]]]:
 
 
 def main() -> int:
-    """The whole sweep, a line for each run."""
+    """The full sweep, a line for each run."""
     say = print if os.environ.get("RANK", "0") == "0" else lambda line: None
     number, failures, worst = 0, 0, dict.fromkeys(TOLERANCE, 0.0)
     for number, (sort, case, expected) in enumerate(runs(), 1):

@@ -123,14 +123,14 @@ def bench_redistribute() -> list[Row]:
                 "change": change,
                 "received_bytes": route.received,
                 "step_by_step_received_bytes": plain.received,
-                "seconds": seconds_for(runner(route, local)),
-                "step_by_step_seconds": seconds_for(runner(plain, local)),
+                "seconds": seconds_for(route_runner(route, local)),
+                "step_by_step_seconds": seconds_for(route_runner(plain, local)),
             }
         )
     return rows
 
 
-def runner(route: Route, local: torch.Tensor) -> Callable[[], object]:
+def route_runner(route: Route, local: torch.Tensor) -> Callable[[], object]:
     """A function that executes a route on a local tensor."""
     bound = fabric_of(route.source.mesh).bind_route(route)
     return lambda: bound(local)

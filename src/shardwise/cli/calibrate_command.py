@@ -14,6 +14,7 @@ from torch import nn
 
 from shardwise.api import distribute_tensor
 from shardwise.cli.arguments import Command, writable
+from shardwise.cli.bench_command import route_runner
 from shardwise.core.mesh import DeviceMesh, chosen_fabric
 from shardwise.core.notation import parse_axes, parse_spec
 from shardwise.errors import MeshError, UnsupportedError
@@ -44,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_calibrate(arguments: argparse.Namespace) -> None:
-    """Measure, write the file, and print what the model predicts beside what is measured."""
+    """Measure, write the file, and print predicted and measured times."""
     if chosen_fabric() != "c10d":
         raise UnsupportedError(
             "calibrate measures the links of several processes",
@@ -83,7 +84,9 @@ def _program_mesh(text: str | None, world: DeviceMesh) -> DeviceMesh:
     shape, names = parse_axes(text)
     mesh = init_device_mesh(world.device_type, shape, mesh_dim_names=names)
     if mesh.size() != world.size():
-        raise MeshError(f"{mesh} has not the {world.size()} ranks of the world")
+        raise MeshError(
+            f"calibrate: {mesh} has {mesh.size()} ranks, the job has {world.size()}", hint="give a --mesh of all ranks"
+        )
     return mesh
 
 
@@ -100,7 +103,7 @@ def _device(mesh: DeviceMesh) -> torch.device:
 
 
 def compare_axes(mesh: DeviceMesh, model: CostModel, size: int) -> list[Row]:
-    """Each collective over each axis and over all, of a size that the links were not fitted to."""
+    """Each collective over each axis and over all axes, at a size that was not used to fit the links."""
     wide = [(axis,) for axis, ranks in enumerate(mesh.shape) if ranks > 1]
     rows: list[Row] = []
     for axes in [*wide, *([tuple(range(mesh.ndim))] if len(wide) > 1 else [])]:
@@ -129,7 +132,7 @@ def compare_routes(mesh: DeviceMesh, size: int) -> list[Row]:
         plain = CostModel()
         planned, flat = (DTensorRedistributePlanner(model).plan(source, target) for model in (None, plain))
         local = torch.ones(source.local_shape((0,) * mesh.ndim), device=_device(mesh))
-        calls = [_runner(route, local) for route in (planned, flat)]
+        calls = [route_runner(route, local) for route in (planned, flat)]
         rows.append(
             {
                 "change": f"{change} of {human_bytes(side * side * 4)}",
@@ -142,15 +145,10 @@ def compare_routes(mesh: DeviceMesh, size: int) -> list[Row]:
     return rows
 
 
-def _runner(route: Any, local: torch.Tensor) -> Callable[[], object]:
-    bound = fabric_of(route.source.mesh).bind_route(route)
-    return lambda: bound(local)
-
-
 def compare_step(mesh: DeviceMesh) -> Row:
     """A training step of a network that is fully sharded over all ranks.
 
-    Predicted: its communication by a dry run, and its computation as it takes one rank alone.
+    Predicted: its communication by a dry run, plus the computation measured on one rank.
     """
     device = _device(mesh)
     with virtual():
@@ -164,7 +162,7 @@ def compare_step(mesh: DeviceMesh) -> Row:
 
 
 def _training_step(mesh: DeviceMesh, device: torch.device, ranks: int) -> Callable[[], object]:
-    """One step; on one rank the batch is that of one rank."""
+    """One step. The batch has the same number of rows for each rank."""
     rows = ROWS * mesh.size()
     with torch.device(device):
         model = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))

@@ -17,7 +17,7 @@ from shardwise.text import human_bytes, human_seconds, print_lines, slim_table
 
 __all__ = ["COMMAND", "problems"]
 
-SKEW = 1.0  # seconds between clocks from which files and logs of hosts are hard to compare
+SKEW = 1.0  # seconds between clocks; beyond it, files and logs of hosts are hard to compare
 SHOWN = 16  # ranks
 
 
@@ -57,7 +57,7 @@ def run_doctor(arguments: argparse.Namespace) -> None:
 
 
 def problems(facts: list[RankFacts], wrong: dict[str, list[int]]) -> list[str]:
-    """What is not as it should be, in words.
+    """The problems found, one sentence each.
 
     Example:
         >>> facts = [RankFacts(rank, "a", "", f"torch 2.{rank}", 1.0, 0.0) for rank in range(2)]
@@ -92,18 +92,19 @@ def _print(mesh: str, facts: list[RankFacts], speeds: Any, wrong: dict[str, list
         axes.add_row(one.axis, str(one.ranks), human_seconds(one.latency), f"{human_bytes(one.bandwidth)}/s")
     more = [f"and {len(facts) - SHOWN} more ranks"] if len(facts) > SHOWN else []
     tested = f"{len(wrong)} collectives of axes tested, {sum(map(bool, wrong.values()))} with wrong values"
-    said = [f"problem: {text}" for text in found] or ["no problem was found"]
-    print_lines(ranks, *more, "", axes, "", tested, *said)
+    verdict = [f"problem: {text}" for text in found] or ["no problem was found"]
+    print_lines(ranks, *more, "", axes, "", tested, *verdict)
 
 
 COMMAND = Command(
-    "look for what is wrong with the processes of a job, under torchrun",
+    "find problems of the processes of a job, under torchrun",
     add_arguments,
     run_doctor,
     """\
 Compares versions, hosts, devices and clocks of all ranks, measures latency and
 bandwidth of each axis, runs each collective with values that are checked, and
-names slow ranks. Clocks are compared after a barrier: they are as exact as it.
+names slow ranks. Clocks are compared after a barrier, so its duration limits
+their accuracy.
 
 examples:
   torchrun --nproc-per-node 4 -m shardwise doctor

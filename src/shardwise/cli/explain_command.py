@@ -57,7 +57,7 @@ def _files(arguments: argparse.Namespace) -> list[str]:
 
 
 COMMAND = Command(
-    "run a script on virtual ranks and show what moved, where, and how to avoid it",
+    "run a script on virtual ranks and show its communication, and how to avoid it",
     add_arguments,
     run_explain,
     """\

@@ -179,7 +179,7 @@ def _comparison(route: Route, plain: Route, max_bytes: int | None) -> list[Any]:
         return ["The step-by-step route is the same."]
     over = max_bytes is not None and plain.peak_bytes > max_bytes
     return [
-        *_table("step by step: reduce, gather what changes, slice", plain),
+        *_table("step by step: reduce, gather changed dims, slice", plain),
         "",
         f"Step by step, a rank receives {_times(plain.received, route.received)} the bytes, takes "
         f"{_times(plain.seconds, route.seconds)} the time and holds "
@@ -230,7 +230,7 @@ A layout has a placement for each axis; omitted axes are replicated:
   S0(5,0,3)   dim 0 is sharded into parts of these sizes
   Z0     dim 0 is cut into twice as many blocks as ranks; each has one from the
          front and one from the back
-  O0(2)  dim 0 is on rank 2 of the axis, and nothing on the others
+  O0(2)  all of dim 0 is on rank 2 of the axis; it is empty on the others
   P      the value is the sum over the ranks; also P(avg), P(min), P(max),
          P(product), and P(norm2) for a norm
   M      as P, where at most one rank has each element and the others have zeros

@@ -75,7 +75,7 @@ def run_script_in_threads(script: str, args: list[str], ranks: int, mesh: str | 
     """
     _check_script(script, mesh)
     if mesh is not None and math.prod(parse_axes(mesh)[0]) != ranks:
-        raise LayoutError(f"--mesh {mesh} does not have {ranks} ranks", hint="-n must be the number of ranks of --mesh")
+        raise LayoutError(f"--mesh {mesh} does not have {ranks} ranks", hint="set -n to the number of ranks of --mesh")
 
     def program(rank: int) -> None:
         try:
@@ -104,7 +104,7 @@ def run_script_in_threads(script: str, args: list[str], ranks: int, mesh: str | 
 
 def _check_script(script: str, mesh: str | None) -> None:
     if not Path(script).is_file():
-        raise LayoutError(f"there is no script {script}")
+        raise LayoutError(f"there is no script {script}", hint="give the path of a Python file")
     if mesh is not None:
         parse_axes(mesh)
 

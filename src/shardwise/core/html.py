@@ -27,7 +27,7 @@ def spec_html(spec: DTensorSpec, text: str) -> str:
 
     Args:
         spec: the layout.
-        text: what print would show.
+        text: the printed form of the tensor.
 
     Example:
         >>> from shardwise.core.mesh import DeviceMesh
@@ -40,7 +40,7 @@ def spec_html(spec: DTensorSpec, text: str) -> str:
     mesh = spec.mesh
     coordinates = list(itertools.islice(itertools.product(*map(range, mesh.shape)), MOST_RANKS))
     heading = "".join(f"<th>{escaped(mesh.axis_name(axis))}</th>" for axis in range(mesh.ndim))
-    rows = "".join(f"<tr>{_cells((*map(str, c), _held(spec, c)))}</tr>" for c in coordinates)
+    rows = "".join(f"<tr>{_cells((*map(str, c), _local_indices(spec, c)))}</tr>" for c in coordinates)
     left = mesh.size() - len(coordinates)
     more = f"<p>and {left:,} more ranks</p>" if left else ""
     return (
@@ -54,8 +54,8 @@ def _cells(texts: Sequence[str]) -> str:
     return "".join(f"<td>{text}</td>" for text in texts)
 
 
-def _held(spec: DTensorSpec, coordinate: tuple[int, ...]) -> str:
-    """The indices of each dim that a rank holds: `0:4, 8:16`."""
+def _local_indices(spec: DTensorSpec, coordinate: tuple[int, ...]) -> str:
+    """The local indices of each dim: `0:4, 8:16`."""
     dims = [
         " and ".join(f"{run.start}:{run.start + run.length}" for run in runs) for runs in spec.block(coordinate).runs
     ]

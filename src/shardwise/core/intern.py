@@ -23,9 +23,9 @@ _lock = threading.RLock()
 class Interned(metaclass=ConstantMeta):
     """Base of the immutable data classes: `a == b` exactly when `a is b`.
 
-    A subclass lists its fields in `_fields` (also in `__slots__`), normalises its arguments in `__new__` and
-    ends with `return cls._intern(*fields)`. Slots that are not fields hold what is derived from them,
-    computed in `_derive` or on first use.
+    A subclass lists its fields in `_fields` (also in `__slots__`), normalizes its arguments in `__new__` and
+    ends with `return cls._intern(*fields)`. Other slots have values derived from the fields, computed in `_derive` or
+    on first use.
     """
 
     __slots__ = ("__weakref__",)
@@ -75,14 +75,14 @@ class Interned(metaclass=ConstantMeta):
         return type(self), tuple(getattr(self, name) for name in self._fields)
 
     def __fx_repr__(self) -> tuple[str, dict[str, Any]]:
-        """How generated code writes this value: a call that rebuilds it, and the values of the names in it."""
+        """Source code that rebuilds this value, and the values of the names in it; called by torch's compiler."""
         make, arguments = self.__reduce__()
         meanings: dict[str, Any] = {make.__name__: make}
         return f"{make.__name__}({', '.join([_in_code(value, meanings) for value in arguments])})", meanings
 
 
 def _known_values(value: Any) -> Any:
-    """A sequence of sizes; those whose value is known by now are plain numbers."""
+    """A sequence of sizes with plain numbers for symbolic sizes of known value."""
     if isinstance(value, tuple | list) and has_symbols(value):
         return type(value)([known_value(size) for size in value])
     return value

@@ -1,6 +1,6 @@
-"""Which part of a global dim a coordinate holds: even, uneven, empty, nested, strided.
+"""The local part of a global dim at a coordinate: even, uneven, empty, nested, strided.
 
-Arithmetic over integers: the size of a dim and a list of cuts.
+Integer arithmetic on the size of a dim and a list of cuts.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Cut(NamedTuple):
     """
 
     parts: int
-    index: int  # pyright: ignore[reportIncompatibleMethodOverride]  # tuple.index, which nobody needs here
+    index: int  # pyright: ignore[reportIncompatibleMethodOverride]  # hides tuple.index
     rows: int | None = None
     blocks: tuple[int, ...] | None = None
     sizes: tuple[int, ...] | None = None
@@ -177,14 +177,14 @@ def _parts_of_row(length: int, cut: Cut) -> list[Run]:
 
 
 def starts_of(sizes: tuple[int, ...], length: int) -> tuple[int, ...]:
-    """Where parts of these sizes begin, which together are `length` indices.
+    """The starts of consecutive parts of these sizes, whose sum is `length`.
 
     Example:
         >>> starts_of((5, 0, 3), 8)
         (0, 5, 5)
     """
     *starts, end = itertools.accumulate(sizes, initial=0)
-    assert end == length, f"parts of {sizes} indices are not {length}"
+    assert end == length, f"sizes {sizes} do not sum to {length}"
     return tuple(starts)
 
 
@@ -219,8 +219,8 @@ class Level(NamedTuple):
     """Consecutive parts of equal length of one cut: `count` of them from `first` on, `extent` indices each."""
 
     first: int
-    count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # tuple.count, which nobody needs here
-    start: int  # where the first begins in what is cut
+    count: int  # pyright: ignore[reportIncompatibleMethodOverride]  # hides tuple.count
+    start: int  # of the first part, relative to the dim that is cut
     extent: int
 
 
@@ -234,8 +234,7 @@ class EqualChunks(NamedTuple):
 def equal_chunks(size: int, parts: Sequence[int]) -> list[EqualChunks]:
     """All non-empty chunks of a dim of `size` that is cut into `parts`, nested, major first, grouped by length.
 
-    Each cut has full chunks and at most one short one. So there are at most `2 ** cuts` groups, whatever the number of
-    parts.
+    Each cut has full chunks and at most one short one. So there are at most `2 ** cuts` groups for any number of parts.
 
     Example:
         >>> [(chunks.length, [level.count for level in chunks.levels]) for chunks in equal_chunks(10, [3])]
@@ -315,7 +314,8 @@ def full_block(shape: Sequence[int]) -> Block:
 def longest(size: int, divisions: Sequence[Division]) -> int:
     """The largest number of indices of a dim of `size` in any local part after these divisions, major first.
 
-    The first part of an ordinary cut is the longest. Other cuts may leave more of a shorter block, so all parts count.
+    The first part of an ordinary cut is the longest. After other cuts a shorter block may have a longer part, so all
+    lengths are considered.
 
     Example:
         >>> longest(7, [Division(2), Division(2, 3)])  # 4 and 3 indices: 2 + 2 + 0 and 1 + 1 + 1; the first halves
@@ -347,7 +347,7 @@ def sizes_of_parts(division: Division) -> list[int]:
 
 
 def misfit(size: int, divisions: Sequence[Division]) -> tuple[Division, list[int]] | None:
-    """The first of the divisions of a dim, major first, whose sizes are not what it divides; and what that is.
+    """The first division, major first, whose sizes do not sum to the length it divides; and the possible lengths.
 
     Example:
         >>> misfit(8, [Division(2), Division(2, 1, sizes=(3, 5))])
@@ -368,7 +368,7 @@ def _part_lengths(size: int, division: Division) -> frozenset[int]:
     """The different lengths of the parts into which the rows of a dim are split. Only the last row may be shorter."""
     if division.owner is not None:
         return frozenset((0, size))
-    if division.sizes is not None:  # which may be met once and never again
+    if division.sizes is not None:  # not cached: sizes may be used only once
         return frozenset(sizes_of_parts(division))
     return _chunk_lengths(size, division)
 

@@ -31,7 +31,7 @@ Coordinate = tuple[int, ...]  # of a rank: its index along each axis
 
 @runtime_checkable
 class Host(Protocol):
-    """What depends on the current rank; implemented by fabrics."""
+    """The queries that depend on the current rank; implemented by fabrics."""
 
     name: str
     many_ranks: bool
@@ -48,12 +48,12 @@ class Host(Protocol):
 # Filled by the fabric layer: the host of each fabric by name, and how to choose one if the user names none.
 hosts: dict[str, Host] = {}
 choose_fabric: list[Callable[[], str]] = []
-# Called once, before a fabric is first named: loads the modules that fill these.
+# Called once, before the first fabric is chosen: loads the modules that fill these.
 on_first_fabric: list[Callable[[], None]] = []
 # Called once, when the first mesh is made: set-up that DTensors need and imports should not do.
 on_first_mesh: list[Callable[[], None]] = []
-fabric_mode = ModeStack[str]("fabric")  # what `virtual()` and `dry_run()` choose
-_mesh_mode: ModeStack[Any] = ModeStack("mesh")  # what `with mesh:` chooses
+fabric_mode = ModeStack[str]("fabric")  # set by `virtual()` and `dry_run()`
+_mesh_mode: ModeStack[Any] = ModeStack("mesh")  # set by `with mesh:`
 
 
 def _load_fabrics() -> None:
@@ -123,7 +123,7 @@ class DeviceMesh(Interned):
         "shape",
     )
     _fields = ("device_type", "fabric", "grid_shape", "grid_ranks", "grid_names", "axes", "mesh_dim_names")
-    _untold = ("coordinates", "host", "mesh")  # to compilers: they depend on the rank, or are long
+    _not_constant = ("coordinates", "host", "mesh")  # hidden from compilers: they depend on the rank, or are long
 
     device_type: str
     fabric: str
@@ -273,7 +273,7 @@ class DeviceMesh(Interned):
         if factors is None:
             raise MeshError(
                 f"axis {names[at]!r} of {self.shape[at]} ranks does not split into {sizes}",
-                hint="give sizes whose product is that of the axis, and that do not cut across axes it was made of",
+                hint="the product of the sizes must be that of the axis, and they must not cut across flattened axes",
             )
         kept = _checked_names([*names[:at], *new_names, *names[at + 1 :]], self.ndim - 1 + len(sizes))
         # the axes of the finer grid that each axis of the grid becomes, and that each new axis consists of
@@ -298,7 +298,7 @@ class DeviceMesh(Interned):
 
         Dense layers may be laid out on one view of a world and experts on another. Tensors on different views go
         together in lists (`clip_grad_norm_`, optimizers, `GradScaler`) and checkpoints, and `redistribute(view, ...)`
-        moves between them, without communication where every rank has already what it gets.
+        moves between them. No rank receives elements that it already has.
 
         Args:
             axes: how many ranks along each axis; -1 for one of them: as many as are left.
@@ -356,7 +356,7 @@ class DeviceMesh(Interned):
         )
 
     def axis_of(self, part: DeviceMesh) -> int | None:
-        """Which axis of this mesh is the only one of `part`, which was cut from the same grid; None if none is.
+        """The axis of this mesh that is the only axis of `part`, a mesh of the same grid; None if there is none.
 
         Example:
             >>> mesh = DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("dp", "tp"))
@@ -506,7 +506,7 @@ class DeviceMesh(Interned):
         """The ranks as a tensor of this mesh's shape; for a slice, the slice that goes through my rank."""
         position = 0 if self.size() == self.grid_size else self.position_of(self.get_rank())
         if position is None:
-            raise MeshError(f"this rank is not in {self}, so no slice goes through it")
+            raise MeshError(f"this rank is not in {self}, so it has no slice", hint="call it on ranks of the mesh")
         members = self.group_through(tuple(range(self.ndim)), position)
         return torch.tensor([self.grid_ranks[i] for i in members]).reshape(self.shape)
 
@@ -537,7 +537,7 @@ class DeviceMesh(Interned):
     def _one_axis(self, axis: Axis | None) -> int:
         if axis is None:
             if self.ndim != 1:
-                raise MeshError(f"{self} has {self.ndim} axes", hint="say which one, by name or number")
+                raise MeshError(f"{self} has {self.ndim} axes", hint="pass mesh_dim: the name or number of an axis")
             return 0
         return self.axis(axis)
 
@@ -556,7 +556,7 @@ _flattened: WeakKeyDictionary[DeviceMesh, dict[str, tuple[int, ...]]] = WeakKeyD
 
 
 def on_one_grid(first: DeviceMesh, second: DeviceMesh) -> tuple[DeviceMesh, DeviceMesh] | None:
-    """Two meshes over the same ranks as meshes over one grid; None where no grid has the axes of both.
+    """Two meshes over the same ranks as meshes over one grid; None if no grid has the axes of both.
 
     Example:
         >>> world = DeviceMesh("cpu", range(8), mesh_dim_names=("world",))
@@ -587,7 +587,7 @@ def on_one_grid(first: DeviceMesh, second: DeviceMesh) -> tuple[DeviceMesh, Devi
 
 
 def _row_major(shape: Sequence[int]) -> np.ndarray:
-    """What an index of each axis counts in a row-major numbering."""
+    """The row-major strides of a shape."""
     return np.array([math.prod(shape[axis + 1 :]) for axis in range(len(shape))])
 
 
@@ -596,7 +596,7 @@ def _check_backends(chosen: Mapping[Any, Any]) -> None:
     for axis, backend in chosen.items():
         if backend != "fake":
             raise UnsupportedError(
-                f"the backend {backend!r} for axis {axis!r}: groups are of the backend of the default one",
+                f"the backend {backend!r} for axis {axis!r}: all groups have the backend of the default group",
                 hint="adopt a torch mesh made with it: its groups are used unchanged",
             )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -36,12 +36,12 @@ from shardwise.core.spec import (
 )
 from shardwise.errors import NotationError, ShardwiseError
 
-__all__ = ["parse_axes", "parse_layout", "parse_meta", "parse_spec"]
+__all__ = ["parse_axes", "parse_meta", "parse_spec"]
 
 MOST_RANKS = 2**20
 Word = tuple[int, str]  # where it begins, and the word
 
-# what is printed for a dtype, and its name in torch
+# the printed form of a dtype, and its name in torch
 _DTYPES = {
     name: dtype
     for dtype in vars(torch).values()
@@ -102,24 +102,17 @@ def parse_meta(text: str, start: int = 0) -> TensorMeta:
     return TensorMeta(sizes, dtype=dtype)
 
 
-def parse_layout(
-    text: str, mesh: DeviceMesh, start: int = 0
-) -> tuple[list[Placement], Mapping[int, tuple[int, ...]] | None]:
-    """The placements and the shard order of `dp:S0 tp:R order 0:tp>dp`; axes not named are replicated."""
-    return _layout(text, mesh, start, None)
-
-
 def _layout(
-    text: str, mesh: DeviceMesh, start: int, ndim: int | None
+    text: str, mesh: DeviceMesh, start: int, ndim: int
 ) -> tuple[list[Placement], dict[int, tuple[int, ...]] | None]:
-    """As `parse_layout`; if the tensor's `ndim` is known, each word is also checked against it."""
+    """The placements and the shard order of `dp:S0 tp:R order 0:tp>dp`; axes not named are replicated."""
     words = [(word.start(), word[0]) for word in _WORD.finditer(text, start)]
     split = next((i for i, (_, word) in enumerate(words) if word == "order"), len(words))
     placements = _placements(text, words[:split], mesh, ndim)
     return placements, _order(text, words[split:], mesh, placements, ndim) or None
 
 
-def _placements(text: str, words: Sequence[Word], mesh: DeviceMesh, ndim: int | None) -> list[Placement]:
+def _placements(text: str, words: Sequence[Word], mesh: DeviceMesh, ndim: int) -> list[Placement]:
     placements: dict[int, Placement] = {}
     for at, word in words:
         name, colon, value = word.partition(":") if ":" in word else ("", "", word)
@@ -130,14 +123,14 @@ def _placements(text: str, words: Sequence[Word], mesh: DeviceMesh, ndim: int | 
             raise NotationError.at(text, at, f"axis {mesh.axis_name(axis)} is named twice")
         with _pointing_at(text, at + len(name) + len(colon)):
             placement = _placement(value)
-            if ndim is not None and isinstance(placement, AnyShard):
+            if isinstance(placement, AnyShard):
                 placement = with_dim_from_front(placement, mesh, axis, ndim)
         placements[axis] = placement
     return [placements.get(axis, Replicate()) for axis in range(mesh.ndim)]
 
 
 def _order(
-    text: str, words: Sequence[Word], mesh: DeviceMesh, placements: list[Placement], ndim: int | None
+    text: str, words: Sequence[Word], mesh: DeviceMesh, placements: list[Placement], ndim: int
 ) -> dict[int, tuple[int, ...]]:
     """The entries after `order`, which may be repeated before each of them."""
     order: dict[int, tuple[int, ...]] = {}
@@ -157,9 +150,8 @@ def _order(
             axes.append(_axis(text, position, name, mesh))
             position += len(name) + 1
         order[int(dim)] = tuple(axes)
-        if ndim is not None:
-            with _pointing_at(text, at):
-                checked_order({int(dim): axes}, default_shard_order(placements), mesh, placements, ndim)
+        with _pointing_at(text, at):
+            checked_order({int(dim): axes}, default_shard_order(placements), mesh, placements, ndim)
         wanted = False
     return order
 

@@ -1,6 +1,6 @@
 """Placements, the layout along one mesh axis: shards of several kinds, Replicate, Partial, MaskPartial.
 
-Placements of torch are recognised by their class and field names.
+Placements of torch are recognized by their class and field names.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Shard(AnyShard):
     """Dim `dim` is split over the axis in the manner of `torch.chunk`: ceil-sized blocks, then short or empty ones.
 
     Args:
-        dim: the tensor's dim; negative ones count from the end and are normalised when the tensor is known.
+        dim: the tensor's dim; negative ones count from the end and are normalized when the tensor is known.
 
     Example:
         >>> Shard(0) is Shard(0), Shard(1).is_shard(), Shard(1).is_shard(0)
@@ -97,9 +97,8 @@ class Shard(AnyShard):
 class StridedShard(AnyShard):
     """Dim `dim` is a flattened pair (`split_factor` x rest) and the minor part, the rest, is split over the axis.
 
-    This is what a `[B, T, D]` tensor sharded on T becomes when it is viewed as `[B*T, D]`: each rank holds a part of
-    each of the `split_factor` rows. It does not express the order in which axes split a dim: that is the shard order
-    of the spec.
+    It is the layout of a `[B, T, D]` tensor sharded on T after a view as `[B*T, D]`: each rank has a part of each of
+    the `split_factor` rows. The order in which axes split a dim is the shard order of the spec.
 
     Args:
         dim: the tensor's dim.
@@ -237,7 +236,7 @@ class Ragged(AnyShard):
 
 @constant_to_compilers
 class Owned(AnyShard):
-    """One rank of the axis holds all of the tensor, the others hold nothing of it: dim `dim` is empty there.
+    """One rank of the axis has all of the tensor; on the others dim `dim` is empty.
 
     Args:
         rank: the coordinate of the owner along the axis.
@@ -255,7 +254,9 @@ class Owned(AnyShard):
     def __new__(cls, rank: SupportsIndex, dim: SupportsIndex = 0) -> Owned:
         owner = _as_int(rank, "Owned", "rank")
         if owner < 0:
-            raise LayoutError(f"Owned needs a rank of at least 0, got {owner}", hint="the owner's place on the axis")
+            raise LayoutError(
+                f"Owned needs a rank of at least 0, got {owner}", hint="give the owner's coordinate along the axis"
+            )
         return cls._intern(owner, _as_int(dim, "Owned", "dim"))
 
     def _derive(self) -> None:
@@ -359,7 +360,7 @@ REPLICATE = Replicate()
 
 
 def norm_of(order: float) -> str:
-    """The reduction that takes the norm of an order, finite and not zero.
+    """The reduction by the norm of a finite order that is not zero.
 
     Example:
         >>> norm_of(2.0), norm_order("norm2"), norm_order("sum")
@@ -370,7 +371,7 @@ def norm_of(order: float) -> str:
 
 @functools.cache
 def norm_order(reduce_op: str) -> float | None:
-    """The order of a reduction that takes a norm; None for any other."""
+    """The order of a reduction by a norm; None for other reductions."""
     try:
         order = float(reduce_op.removeprefix(NORM)) if str(reduce_op).startswith(NORM) else math.nan
     except ValueError:
@@ -410,7 +411,7 @@ def _as_rows(split_factor: Any, where: str) -> int:
 def as_placement(value: object) -> Placement:
     """`value` as a placement: itself, or the translation of a placement of torch.
 
-    These are recognised by the module of their class, so that torch.distributed.tensor need not be imported.
+    These are recognized by the module of their class, so that torch.distributed.tensor need not be imported.
 
     Example:
         >>> as_placement(Shard(0))

@@ -121,13 +121,13 @@ class TensorMeta(Interned):
         return _dense(self) if self.is_symbolic else known_dense(self)
 
     def hinted(self) -> TensorMeta:
-        """The same with the sizes of the inputs that a compiler traces with: itself, if all sizes are known."""
+        """The metadata with the sizes of the inputs of a compiler's trace; itself, if all sizes are known."""
         if not self.is_symbolic:
             return self
         return self._intern(torch.Size(hinted(self.shape)), hinted(self.stride), self.dtype)
 
     def specialized(self) -> TensorMeta:
-        """The same with sizes that are numbers; a compiler traces again for others."""
+        """The metadata with sizes fixed to numbers; a compiler traces again for others."""
         if not self.is_symbolic:
             return self
         return self._intern(torch.Size(specialized(self.shape)), specialized(self.stride), self.dtype)
@@ -168,7 +168,7 @@ _LOCAL = ["_local_tensor"]
 
 
 class ByRank(tuple[Any, ...]):
-    """The context of a tensor that compilers see as the tensors of all virtual ranks: their shapes may differ."""
+    """The context of a tensor that compilers flatten into the locals of all virtual ranks: their shapes may differ."""
 
     __slots__ = ()
 
@@ -222,11 +222,11 @@ class DTensorSpec(Interned):
     partial_axes: tuple[int, ...]
     is_replicated: bool
     is_lazy: bool  # whether one device would have stored a broadcast dim: a write must materialize it first
-    context: Context  # all but the metadata
-    # what compilers guard of a tensor: the attributes of its local, or of each virtual rank's; the context
+    context: Context  # all fields except the metadata
+    # for compilers: the names of the local, or of each virtual rank's, and the context that they guard
     flattened: tuple[list[str], tuple[Any, ...]]
-    is_strided: bool  # whether some placement may give a rank several runs of a dim: it is no `Shard`
-    is_ragged: bool  # whether some placement has given sizes, which may be met once and never again
+    is_strided: bool  # whether a rank may have several runs of a dim: some placement is another split than `Shard`
+    is_ragged: bool  # whether some placement has given sizes, which may be used only once
     _blocks: dict[tuple[SupportsIndex, ...], Block]
     _largest: tuple[int, ...] | None
 
@@ -329,7 +329,7 @@ class DTensorSpec(Interned):
             if isinstance(placement, Ragged) and placement.blocks is None:
                 return (Run(sum(placement.sizes[:at]), placement.sizes[at]),)
         if self.is_strided:
-            find = runs_of.__wrapped__ if self.is_ragged else runs_of  # given sizes may be met once and never again
+            find = runs_of.__wrapped__ if self.is_ragged else runs_of  # given sizes may be used only once
             return find(size, tuple([self.division(a).cut(coordinate[a]) for a in axes]))
         return (nested_chunk(size, [(sizes[a], coordinate[a]) for a in axes]),)
 
@@ -392,13 +392,13 @@ class DTensorSpec(Interned):
 
         A symbolic size is split into equal parts or not at all, and counted in such parts.
         """
-        local, held, total = self.local_shape(coordinate), 1, 1
+        local, count, total = self.local_shape(coordinate), 1, 1
         for dim in dims:
             if isinstance(local[dim], torch.SymInt):
                 total *= math.prod([self.mesh.shape[axis] for axis in self.dim_axes[dim]])
             else:
-                held, total = held * local[dim], total * operator.index(self.shape[dim])
-        return held, total
+                count, total = count * local[dim], total * operator.index(self.shape[dim])
+        return count, total
 
     def global_offset(self, coordinate: Iterable[SupportsIndex]) -> tuple[int, ...]:
         """Where the block of `coordinate` begins in the global tensor: the size of a dim in which it is empty."""
@@ -574,7 +574,7 @@ def _with_blocks_over(placement: Zigzag, mesh: DeviceMesh, axis: int) -> Placeme
 
 
 def _check_ranks(placement: Ragged | Owned, mesh: DeviceMesh, axis: int) -> None:
-    """A size for each rank of `axis`, or an owner among them."""
+    """Raise unless there is a size for each rank of `axis`, or the owner is one of them."""
     ranks = mesh.shape[axis]
     where = f"{placement!r} on axis {mesh.axis_name(axis)!r}, which has {ranks} ranks"
     if isinstance(placement, Owned) and placement.rank >= ranks:
@@ -586,7 +586,7 @@ def _check_ranks(placement: Ragged | Owned, mesh: DeviceMesh, axis: int) -> None
 
 
 def _check_sizes(spec: DTensorSpec) -> None:
-    """The sizes of a `Ragged` are together what the axes before it leave of its dim, on every rank."""
+    """Raise unless the sizes of each `Ragged` sum to the length that the axes before it leave of its dim."""
     for dim, axes in spec.shard_order:
         if not any(isinstance(spec.placements[axis], Ragged) for axis in axes):
             continue

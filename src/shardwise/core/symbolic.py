@@ -121,7 +121,7 @@ def unrecorded() -> contextlib.AbstractContextManager[Any]:
 def introduce_sizes() -> None:
     """Make the current tracer find symbolic integers by their expressions.
 
-    A size that was computed outside of the graph has nothing else to be found by.
+    A size that was computed outside of the graph can only be found by its expression.
 
     Example:
         >>> introduce_sizes()
@@ -134,9 +134,9 @@ def introduce_sizes() -> None:
 class _KnownSizes(dict[Any, Any]):
     """The symbolic integers of a tracer: from an expression to its node in the graph.
 
-    A symbol remains the input that it was first. torch would take the latest integer of that value (`2 * s - s`), whose
-    parts may have the same name, so that it would be computed from itself. Powers, maxima and minima, which torch does
-    not decompose, are computed from their parts.
+    A symbol keeps its first node, the input. torch would take the latest integer of the same value (`2 * s - s`), which
+    may be computed from the symbol itself: a cycle. Powers, maxima and minima, which torch does not decompose, are
+    computed from their parts.
     """
 
     def __init__(self, tracer: Any) -> None:

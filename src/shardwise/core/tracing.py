@@ -1,8 +1,8 @@
 """Whether the program is traced; only this module asks torch.
 
-`is_tracing`: are operators recorded in a graph, by any tracer, instead of being run? `is_dynamo_compiling`: does Dynamo
-read this Python code now, which shows it no wrappers and no dicts of modules? That is torch's own function, because
-Dynamo knows it by its identity and replaces the call by a constant. `proxy_mode`: which tracer makes the graph?
+`is_tracing`: any tracer records operators in a graph instead of running them. `is_dynamo_compiling`: Dynamo reads this
+Python code, where wrappers and the dicts of modules are not available. It is torch's own function, because Dynamo knows
+it by its identity and replaces the call by a constant. `proxy_mode`: the tracer that makes the graph.
 """
 
 from __future__ import annotations

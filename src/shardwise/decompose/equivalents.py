@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 @decomposition(aten._has_same_storage_numel.default)
 def has_same_storage_numel(one: Any, other: Any) -> bool:
-    """Whether two global tensors take as much memory. Forward mode compares a value and its tangent."""
+    """Whether two global tensors have storages of equal size. Forward mode compares a value and its tangent."""
     return _storage_numel(one) == _storage_numel(other)
 
 
@@ -58,7 +58,7 @@ def equal(a: Any, b: Any) -> bool:
 
 @decomposition(aten._linalg_check_errors.default)
 def check_errors(info: Any, api_name: str, *, is_matrix: bool) -> Any:
-    """Whether any factorization failed is one number; only the message of a failure needs the codes of all matrices."""
+    """Reduce whether any factorization failed. Only the message of a failure needs the codes of all matrices."""
     if is_tracing() or not info.numel():
         return NotImplemented
     failed = reduced((info != 0).any())

@@ -1,7 +1,7 @@
 """`associative_scan` along a sharded dim: ranks scan their blocks, exchange one state for each, and go on from them.
 
-What is exchanged does not depend on the length. Everything is made of differentiable operators on DTensors: functions
-may capture DTensors, and gradients of every order follow.
+The exchanged bytes do not depend on the length. All steps are differentiable operators on DTensors: functions may
+capture DTensors, and derivatives of any order work.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from shardwise.torch_private import DispatchKey, higher_order_ops, tree_flatten,
 
 
 class States(NamedTuple):
-    """States along a dim: the tensors that they consist of, and where there is one; None: everywhere.
+    """States along a dim: their tensors, and a mask of positions with a state (None: all positions).
 
-    Where there is none, tensors hold any state. It is never accumulated: that could overflow, and 0 times infinity in a
-    gradient is no number.
+    Positions without a state have arbitrary values. These are never accumulated: they could overflow, and 0 times
+    infinity in a gradient is NaN.
     """
 
     leaves: list[Any]
     real: Any = None
 
     def each(self, function: Callable[[Any], Any]) -> States:
-        """The same function of all tensors."""
+        """Apply a function to all tensors."""
         return States([function(x) for x in self.leaves], None if self.real is None else function(self.real))
 
     def part(self, dim: int, *bounds: int | None) -> States:
@@ -52,7 +52,7 @@ def scan(
     Args:
         combine: an associative function of two states, each a number of tensors with a leading dim of states.
         leaves: the tensors of the states, of which some are DTensors.
-        captured: what `combine` is given after the two states.
+        captured: the arguments of `combine` after the two states.
         reverse: begin with the last state.
     """
     given = states = _alike(leaves)
@@ -70,7 +70,7 @@ def scan(
         first, last = (-1, 0) if reverse else (0, -1)
         ends = _tree_scan(join, found.each(lambda x: _gathered(x.select(1, last))), 0, reverse)
         before = _exclusive(ends, reverse).each(lambda x: _spread(x, found.leaves[0]))
-        # nothing precedes the first block: a state in its place keeps the computation finite
+        # no state precedes the first block: one of its own states there keeps the computation finite
         kept = [
             torch.where(_along_first(before.real, b), b, x.select(1, first).detach())
             for b, x in zip(before.leaves, found.leaves, strict=True)
@@ -82,7 +82,7 @@ def scan(
 
 
 def _joined(combine: Callable[..., Any], captured: Sequence[Any], left: States, right: States) -> States:
-    """All states of two lists combined; where one of two is missing, the other."""
+    """Combine two lists of states, element by element; if one of two is missing, take the other."""
     made = list(tree_leaves(combine(*left.leaves, *right.leaves, *captured)))
     if left.real is None and right.real is None:
         return States(made)
@@ -95,14 +95,14 @@ def _joined(combine: Callable[..., Any], captured: Sequence[Any], left: States, 
 
 
 def _joined_in_blocks(join: Join, left: States, right: States) -> States:
-    """The same of states with two leading dims: blocks, and states in them."""
+    """`join` for states with two leading dims: blocks, and states in each block."""
     sizes = left.leaves[0].shape[:2]
     flat = join(left.each(lambda x: x.flatten(0, 1)), right.each(lambda x: x.flatten(0, 1)))
     return flat.each(lambda x: x.unflatten(0, sizes))
 
 
 def _tree_scan(join: Join, states: States, dim: int, reverse: bool) -> States:
-    """A scan along a dim that is on every rank, by pairs: twice as many combinations as states, in few operators."""
+    """A scan along an unsharded dim, by pairs: at most two combinations for each state, in few operators."""
     if reverse:
         return _tree_scan(join, states.each(lambda x: x.flip(dim)), dim, False).each(lambda x: x.flip(dim))
     count = states.leaves[0].shape[dim]
@@ -129,7 +129,7 @@ def _interleaved(even: Any, odd: Any, dim: int) -> Any:
 
 
 def _exclusive(ends: States, reverse: bool) -> States:
-    """What comes before each block; nothing before the first."""
+    """The accumulated state before each block; none before the first."""
     count, places = ends.leaves[0].shape[0], indices_of(ends.leaves[0], 0)
     before = ends.each(lambda x: torch.cat([x[1:], x[-1:]] if reverse else [x[:1], x[:-1]]))
     there = places < count - 1 if reverse else places > 0
@@ -140,7 +140,7 @@ def _exclusive(ends: States, reverse: bool) -> States:
 
 
 def _alike(leaves: Sequence[Any]) -> list[Any]:
-    """States as DTensors whose dim 0 is split in the same way, contiguously or in a zigzag."""
+    """States as DTensors with the same split of dim 0, contiguous or zigzag."""
     given = [x for x in leaves if isinstance(x, DTensor)]
     like = next((x for x in given if x.spec.dim_axes[0]), given[0])
     mesh, axes = like.device_mesh, like.spec.dim_axes[0]
@@ -170,7 +170,7 @@ def _zigzag_blocks(x: DTensor, axes: Sequence[int]) -> int:
 
 
 def _block_count(x: DTensor) -> int:
-    """How many blocks of dim 0 the ranks hold."""
+    """The number of blocks of dim 0 on all ranks."""
     axes = x.spec.dim_axes[0]
     return _zigzag_blocks(x, axes) or math.prod([x.device_mesh.shape[axis] for axis in axes])
 
@@ -188,7 +188,7 @@ def _gathered(x: Any) -> Any:
 
 
 def _spread(x: Any, like: Any) -> Any:
-    """One state for each block, on the ranks that hold the block."""
+    """One state for each block, on the ranks of the block."""
     axes = like.spec.dim_axes[0]
     placements = [like.placements[axis] if axis in axes else p for axis, p in enumerate(x.placements)]
     return x.redistribute(placements=placements, shard_order=[(0, axes)])
@@ -209,9 +209,9 @@ def _along_first(x: Any, like: Any) -> Any:
 def _wrap_torch(module: Any) -> None:
     """Let torch's module for this operator take DTensors.
 
-    Generic combinations are computed by a function of the module, others by a higher-order operator, whose gradient is
-    for one tensor alone. Both begin with flipped tensors where a scan is reversed; `associative_scan` itself is
-    replaced so that blocks stay where they are. References to it that were made before still flip.
+    torch runs generic combinations by a function of the module, and others by a higher-order operator, whose gradient
+    supports plain tensors only. For a reversed scan both flip their tensors; `associative_scan` itself is replaced so
+    that blocks stay on their ranks. References to it from before the replacement still flip.
     """
     plain, public, op = module.generic_associative_scan, module.associative_scan, module.associative_scan_op
     with_gradients = op.py_kernels[DispatchKey.Autograd]
@@ -237,8 +237,8 @@ def _wrap_torch(module: Any) -> None:
         return tuple(scan(combine_fn, xs, additional_inputs))
 
     def run_op_with_gradients(combine_fn: Any, xs: Any, additional_inputs: Any) -> Any:
-        run = run_op if _any_dtensor(xs) else with_gradients
-        return run(combine_fn, xs, additional_inputs)
+        kernel = run_op if _any_dtensor(xs) else with_gradients
+        return kernel(combine_fn, xs, additional_inputs)
 
     module.generic_associative_scan, module.associative_scan = generic_associative_scan, associative_scan
     higher_order_ops.associative_scan = associative_scan

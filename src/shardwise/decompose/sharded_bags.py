@@ -28,7 +28,7 @@ def bag_of_each(indices: Any, offsets: Any) -> Any:
 
 
 def length_of_bags(indices: Any, offsets: Any, include_last_offset: bool = False) -> int | None:
-    """The length of sharded bags that all have the same; None if lengths differ. Dry runs take them for equal."""
+    """The common length of sharded bags; None if lengths differ. Dry runs assume equal lengths."""
     bags, count = offsets.shape[0] - int(include_last_offset), indices.shape[0]
     if not split_axes(indices, (0,)) or bags <= 0 or count % bags or is_tracing():
         return None
@@ -52,7 +52,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int = -1,
 ) -> Any:
-    """Each rank looks up its rows; these are added."""
+    """Each rank looks up its rows and adds them by bag."""
     if mode == MAX or not indices.shape[0]:
         return NotImplemented
     length = length_of_bags(indices, offsets, include_last_offset)
@@ -98,18 +98,13 @@ def embedding_bag_backward(
     per_sample_weights: Any,
     padding_idx: int = -1,
 ) -> Any:
-    """The gradient of each bag for each of its rows; gradients of a table go to their owners."""
+    """The gradient of each bag for each of its rows; gradients of the table are sent to their owners."""
     if sparse or not indices.shape[0]:
         return NotImplemented
     bags = grad.shape[0]
     length = None if mode == MAX or scale_grad_by_freq else length_of_bags(indices, offsets[:bags])
     if length is not None:
-        counted = (indices != padding_idx).view(bags, length)
-        if mode == MEAN:
-            grad = grad / counted.sum(1).clamp(min=1).to(grad.dtype).unsqueeze(1)
-        rows = grad.unsqueeze(1).expand(bags, length, grad.shape[1])
-        if per_sample_weights is not None:
-            rows = rows * per_sample_weights.view(bags, length, 1)
+        rows = _rows_of_equal_bags(grad, indices.view(bags, length), mode, per_sample_weights, padding_idx)
         return aten.embedding_dense_backward.default(rows, indices.view(bags, length), num_weights, padding_idx, False)
     bag = bag_of_each(indices, offsets)
     if mode == MAX or scale_grad_by_freq:
@@ -124,6 +119,15 @@ def embedding_bag_backward(
     if per_sample_weights is not None:
         rows = rows * per_sample_weights.unsqueeze(1)
     return aten.embedding_dense_backward.default(rows, indices, num_weights, padding_idx, False)
+
+
+def _rows_of_equal_bags(grad: Any, indices: Any, mode: int, per_sample_weights: Any, padding_idx: int) -> Any:
+    """The gradient of each row of bags of one length, from the gradients of the bags."""
+    if mode == MEAN:
+        counted = (indices != padding_idx).sum(1).clamp(min=1)
+        grad = grad / counted.to(grad.dtype).unsqueeze(1)
+    rows = grad.unsqueeze(1).expand(*indices.shape, grad.shape[1])
+    return rows if per_sample_weights is None else rows * per_sample_weights.view(*indices.shape, 1)
 
 
 @decomposition(aten._embedding_bag_per_sample_weights_backward.default)

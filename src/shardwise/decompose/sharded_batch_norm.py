@@ -19,7 +19,7 @@ aten = torch.ops.aten
 def batch_norm_of_shards(
     x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, training: bool, momentum: float, eps: float
 ) -> tuple[Any, Any, Any]:
-    """Batch norm over sharded batches: mean and variance of each channel are reduced, as one device has them."""
+    """Batch norm over sharded batches: mean and variance of each channel are reduced."""
     dims = but_channels(x)
     x = without_partial(x, dims)
     channels = [x.shape[1]]
@@ -36,7 +36,7 @@ def batch_norm_of_shards(
     else:
         own = (as_result(running_mean, widened(running_mean).dtype), (widened(running_var) + eps).rsqrt())
         mean, rstd = over_channels(own[0], x), over_channels(own[1], x)
-        # CPUs save nothing, other devices what the fused backward needs
+        # CPU kernels save nothing; other devices save the inputs of the fused backward
         kept = (own[0].clone(), own[1])
         if x.device.type == "cpu":
             kept = tuple(torch.empty(0, dtype=running_mean.dtype, device=x.device) for _ in own)
@@ -67,13 +67,13 @@ def reserve(x: Any) -> Any:
 
 @decomposition(aten.cudnn_batch_norm.default)
 def cudnn_batch_norm(x: Any, *args: Any) -> tuple[Any, ...]:
-    """The operator of cuDNN, by that of all backends."""
+    """cuDNN's operator, computed by the operator of all backends."""
     return *aten.native_batch_norm.default(x, *args), reserve(x)
 
 
 @decomposition(aten.miopen_batch_norm.default)
 def miopen_batch_norm(x: Any, *args: Any) -> tuple[Any, ...]:
-    """The operator of MIOpen, by that of all backends."""
+    """MIOpen's operator, computed by the operator of all backends."""
     return aten.native_batch_norm.default(x, *args)
 
 
@@ -81,7 +81,7 @@ def miopen_batch_norm(x: Any, *args: Any) -> tuple[Any, ...]:
 def batch_norm_with_update(
     x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
 ) -> tuple[Any, ...]:
-    """In training, whatever the backend."""
+    """Batch norm in training, for all backends."""
     return *batch_norm_of_shards(x, weight, bias, running_mean, running_var, True, momentum, eps), reserve(x)
 
 
@@ -89,7 +89,7 @@ def batch_norm_with_update(
 def batch_norm_no_update(
     x: Any, weight: Any, bias: Any, running_mean: Any, running_var: Any, momentum: float, eps: float
 ) -> tuple[Any, ...]:
-    """With the running statistics, whatever the backend."""
+    """Batch norm with the running statistics, for all backends."""
     return *batch_norm_of_shards(x, weight, bias, running_mean, running_var, False, momentum, eps), reserve(x)
 
 
@@ -125,7 +125,7 @@ def cudnn_batch_norm_backward(
     x: Any, grad: Any, weight: Any, running_mean: Any, running_var: Any, save_mean: Any, save_var: Any, eps: float,
     reserve: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """The operator of cuDNN, by that of all backends; its saved variance is the inverse standard deviation."""
+    """cuDNN's operator, computed by that of all backends; its saved variance is the inverse standard deviation."""
     saved = (running_mean, running_var, save_mean, save_var)
     return aten.native_batch_norm_backward.default(grad, x, weight, *saved, True, eps, [True, True, True])
 
@@ -134,7 +134,7 @@ def cudnn_batch_norm_backward(
 def miopen_batch_norm_backward(
     x: Any, grad: Any, weight: Any, running_mean: Any, running_var: Any, save_mean: Any, save_var: Any, eps: float
 ) -> tuple[Any, ...]:
-    """The operator of MIOpen, by that of all backends."""
+    """MIOpen's operator, computed by the operator of all backends."""
     saved = (running_mean, running_var, save_mean, save_var)
     return aten.native_batch_norm_backward.default(grad, x, weight, *saved, True, eps, [True, True, True])
 
@@ -144,6 +144,6 @@ def any_batch_norm_backward(
     grad: Any, x: Any, weight: Any, running_mean: Any, running_var: Any, save_mean: Any, save_var: Any, update: bool,
     eps: float, output_mask: Sequence[bool], reserve: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """Of `_batch_norm_with_update` and `_batch_norm_no_update`."""
+    """The gradients of `_batch_norm_with_update` and `_batch_norm_no_update`."""
     saved = (running_mean, running_var, save_mean, save_var)
     return aten.native_batch_norm_backward.default(grad, x, weight, *saved, update, eps, output_mask)

@@ -1,7 +1,7 @@
 """Attention with dropout over a sharded sequence on CPUs, with one device's random numbers: block by block.
 
-torch computes it from matrix products, which would gather keys and values. A block of scores is a box of the global
-dropout mask, which every rank can draw (`rng/dropout_tiles.py`), so keys and values can go round.
+torch computes it from matrix products, which would gather keys and values. Here every rank can draw the box of the
+global dropout mask for a block of scores (`rng/dropout_tiles.py`), so keys and values can rotate in a ring.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def _unused(*args: Any) -> Any:
 
 
 def _is_sharded_alike(tensors: tuple[Any, Any, Any], groups: bool) -> bool:
-    """Whether a sequence is sharded, and operands have the shapes and the dtype that blocks need."""
+    """Whether a sequence is sharded, and blocks support the shapes and the dtype."""
     if not all(isinstance(x, DTensor) and x.dim() == 4 and x.numel() for x in tensors):
         return False
     query, key, value = tensors
@@ -96,21 +96,21 @@ def _is_sharded_alike(tensors: tuple[Any, Any, Any], groups: bool) -> bool:
 
 
 def _is_on_every_rank(mask: Any, query: Any) -> bool:
-    """Whether every rank has the mask, which needs no gradient."""
+    """Whether the mask is replicated and needs no gradient."""
     if mask.requires_grad or mask.dim() < 2:
         return False
     return not isinstance(mask, DTensor) or (mask.device_mesh is query.device_mesh and mask.spec.is_replicated)
 
 
 class _Attention(torch.autograd.Function):
-    """Blocks forward and backward. A gradient that is to be differentiated is that of matrix products."""
+    """Attention by blocks, forward and backward. With `create_graph`, backward uses matrix products instead."""
 
     @staticmethod
     def forward(ctx: Any, query: Any, key: Any, value: Any, call: _Call) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         with functions.holding(call.used):
             out, sums, _ = torch.ops.shardwise.flex_attention.default(query, key, value, call.scale)
         call.used.current.clear()
-        # matrix products keep no output: it may be changed; the mask is saved, so that torch notices writes to it
+        # a clone: users may write to the output; the mask is saved so that torch checks writes to it
         ctx.save_for_backward(query, key, value, out.clone(), sums, call.mask)
         ctx.call = call
         return out
@@ -130,7 +130,7 @@ class _Attention(torch.autograd.Function):
 
 def _by_products(tensors: tuple[Any, ...], call: _Call, grad: Any) -> list[Any]:
     """The gradients as functions of the operands, with the random numbers of the forward."""
-    # one operand may be another, or computed from it: each gradient is that of one argument alone
+    # operands may be one tensor, or depend on each other: views give each its own gradient
     tensors = tuple([x.view_as(x) for x in tensors])
     generator = default_generator(torch.device("cpu"))
     after = generator.get_state()

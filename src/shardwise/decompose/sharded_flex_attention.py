@@ -1,7 +1,7 @@
 """`flex_attention` on DTensors: block by block (`rules/flex_blocks.py`), by a ring, halos, heads or gathered keys.
 
-Where sizes are symbolic, or a function captures a DTensor that is larger than keys and values, scores, masks and
-modifications of scores are operators on DTensors, sharded as the queries are, and keys and values are gathered.
+If sizes are symbolic, or a function captures a DTensor larger than keys and values, scores and masks are computed by
+operators on DTensors, sharded like the queries, and keys and values are gathered.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shardwise.decompose.layout_helpers import indices_of, moved_to, widened, wi
 from shardwise.dispatch.plain_operands import replicated_operand
 from shardwise.errors import UnsupportedError
 from shardwise.fabric.dry import Following
-from shardwise.rules.flex_blocks import FlexFunctions, functions
+from shardwise.rules.flex_blocks import FlexFunctions, functions, repeat_heads, sum_heads
 from shardwise.tensor import DTensor
 from shardwise.tensor.dtensor import CopiedDTensor, PendingDTensor
 from shardwise.torch_private import flex_attention, flex_attention_backward
@@ -114,7 +114,7 @@ def attend_backward(
 
 
 def _summed(local: torch.Tensor, query: DTensorSpec) -> DTensor:
-    """The gradient of a captured tensor, of which each rank has the part of its queries."""
+    """The gradient of a captured tensor: Partial, an addend for the queries of each rank."""
     placements = [Partial() if isinstance(p, AnyShard) else Replicate() for p in query.placements]
     return DTensor.from_local(local, query.mesh, placements, run_check=False)
 
@@ -133,11 +133,11 @@ def _gradient_like(grad: Any, like: Any) -> Any:
 
 
 def _runs_by_blocks(query: Any, keys: Any, values: Any, *buffers: Buffers) -> bool:
-    """Whether sizes are known, and captured DTensors are no larger than keys and values: ranks gather them."""
+    """Whether sizes are known, and captured DTensors, which are gathered, are no larger than keys and values."""
     tensors = (query, keys, values)
     if any(isinstance(size, torch.SymInt) for x in tensors for size in x.shape) or any(not x.numel() for x in tensors):
         return False
-    if keys.shape[SEQUENCE] != values.shape[SEQUENCE]:  # which is an error
+    if keys.shape[SEQUENCE] != values.shape[SEQUENCE]:  # the operators raise torch's error
         return False
     captured = [x for of in buffers for x in of if isinstance(x, DTensor)]
     return sum(x.nbytes for x in captured) <= keys.nbytes + values.nbytes
@@ -152,14 +152,14 @@ def _functions(
     captured: Buffers,
     mask_captured: Buffers,
 ) -> FlexFunctions:
-    """The functions of a call, with the tensors that they are given on every rank."""
+    """The functions of a call, with their captured tensors replicated."""
     mesh = next(x for x in (query, key) if isinstance(x, DTensor)).device_mesh
     each = [tuple([on_every_rank(x, mesh) for x in of]) for of in (captured, mask_captured)]
     return FlexFunctions(score, gradient, mask, each[0], each[1])
 
 
 def on_every_rank(x: Any, mesh: DeviceMesh) -> Any:
-    """A captured tensor as a plain one; one that is plain is compared between processes."""
+    """A captured tensor as a plain tensor; plain tensors are compared between processes."""
     if isinstance(x, DTensor):
         captured: Any = x.detach()
         return captured.full_tensor()
@@ -169,7 +169,7 @@ def on_every_rank(x: Any, mesh: DeviceMesh) -> Any:
 
 
 def _for_each_sample(x: Any, query: Any) -> Any:
-    """Keys or values for each sample of the queries, which all may share."""
+    """Keys or values expanded to the batch of the queries."""
     return x.expand(query.shape[0], *x.shape[1:]) if x.shape[0] != query.shape[0] else x
 
 
@@ -190,14 +190,14 @@ def _attend_by_operators(
     score_buffers: Buffers,
     mask_buffers: Buffers,
 ) -> tuple[Any, Any, Any]:
-    """The results of `attend`, whose keys and values are for each sample."""
+    """The results of `attend`, with keys and values expanded to the batch of the queries."""
     keys, values = _beside(query, key, value)
-    final = _scores(query, _each_head(keys, query), score_mod, mask_mod, scale, score_buffers, mask_buffers).final
+    final = _scores(query, repeat_heads(keys, query), score_mod, mask_mod, scale, score_buffers, mask_buffers).final
     largest = final.amax(-1)
     dead = largest == -math.inf  # queries without keys
     sums = final.logsumexp(-1).masked_fill(dead, -math.inf)
     weights = final.softmax(-1).masked_fill(dead.unsqueeze(-1), 0.0)
-    return weights.to(query.dtype) @ _each_head(values, query).to(query.dtype), sums / LOG2, largest / LOG2
+    return weights.to(query.dtype) @ repeat_heads(values, query).to(query.dtype), sums / LOG2, largest / LOG2
 
 
 def _backward_by_operators(
@@ -216,7 +216,7 @@ def _backward_by_operators(
     mask_buffers: Buffers,
 ) -> tuple[Any, Any, Any]:
     """The gradients of queries, keys and values."""
-    keys, values = (_each_head(x, query) for x in _beside(query, key, value))
+    keys, values = (repeat_heads(x, query) for x in _beside(query, key, value))
     scores = _scores(query, keys, score_mod, mask_mod, scale, score_buffers, mask_buffers)
     dead = (logsumexp == -math.inf).unsqueeze(-1)
     weights = (scores.final - logsumexp.unsqueeze(-1) * LOG2).exp().masked_fill(dead, 0.0)
@@ -230,8 +230,8 @@ def _backward_by_operators(
     of_products = torch.where(scores.allowed, of_products * scale, 0.0).to(query.dtype)
     return (
         of_products @ keys.to(query.dtype),
-        _sum_of_heads(of_products.mT @ query, key),
-        _sum_of_heads(weights.to(query.dtype).mT @ upstream, value),
+        sum_heads(of_products.mT @ query, key),
+        sum_heads(weights.to(query.dtype).mT @ upstream, value),
     )
 
 
@@ -270,18 +270,6 @@ def _beside(query: Any, key: Any, value: Any) -> list[Any]:
     return found
 
 
-def _each_head(x: Any, query: Any) -> Any:
-    """Keys or values for each head of the queries, which several may share."""
-    groups = query.shape[1] // x.shape[1]
-    return x.repeat_interleave(groups, 1) if groups > 1 else x
-
-
-def _sum_of_heads(grad: Any, like: Any) -> Any:
-    """The gradient of keys or values from that of each head."""
-    groups = grad.shape[1] // like.shape[1]
-    return grad.unflatten(1, (-1, groups)).sum(2) if groups > 1 else grad
-
-
 def _laid_out_like(x: Any, like: Any) -> Any:
     """A result with the dims of `like`, but perhaps the last, in its layout."""
     if not isinstance(x, DTensor) or not isinstance(like, DTensor) or x.device_mesh is not like.device_mesh:
@@ -296,25 +284,25 @@ def _laid_out_like(x: Any, like: Any) -> Any:
 
 
 def _in_memory_like(x: Any, like: Any) -> Any:
-    """The same values with dims in memory in the order of `like`, as torch's operator gives them."""
+    """The same values with the memory order of `like`, like the results of torch's operator."""
     order = sorted(range(like.dim()), key=lambda dim: (-like.stride(dim), dim))
     return x.permute(order).contiguous().permute([order.index(dim) for dim in range(like.dim())])
 
 
 def register() -> None:
-    """Register implementations of torch's operators for these classes: DTensor, in flight, copied views.
+    """Register implementations of torch's operators for DTensors, tensors in flight and copied views.
 
-    Modes of a dry run follow the operators on locals.
+    The mode of a dry run stays active for the operators on locals.
     """
     for op, implementation in ((flex_attention, attend), (flex_attention_backward, attend_backward)):
-        run: Callable[..., Any] = implementation
+        attention: Callable[..., Any] = implementation
         for kind in (DTensor, PendingDTensor, CopiedDTensor):
-            op.py_impl(kind)(run)
-        op.py_impl(Following)(functools.partial(_followed, op, run))
+            op.py_impl(kind)(attention)
+        op.py_impl(Following)(functools.partial(_followed, op, attention))
 
 
-def _followed(op: Any, run: Callable[..., Any], mode: Following, *args: Any, **kwargs: Any) -> Any:
+def _followed(op: Any, attention: Callable[..., Any], mode: Following, *args: Any, **kwargs: Any) -> Any:
     if not any(isinstance(x, DTensor) for x in args):
         return op(*args, **kwargs)
     with mode:
-        return run(*args, **kwargs)
+        return attention(*args, **kwargs)

@@ -47,59 +47,63 @@ def channels_of_pixels(x: Any, downscale_factor: int) -> Any:
 
 
 def several_sharded(x: Any, pad: Sequence[int]) -> list[int]:
-    """The padded dims that are sharded, where there are several: rows are exchanged along one dim at a time."""
+    """The padded dims that are sharded, if there are several: rows are exchanged along one dim at a time."""
     dims = [dim for dim in padded_dims(pad, x.dim()) if split_axes(x, (dim,))]
     return dims if len(dims) > 1 else []
 
 
-def one_after_the_other(op: Any) -> Callable[..., Any]:
-    """A padding of several sharded dims, one after the other; dims that are not sharded with the first of them."""
+def split_padding(pad: Sequence[int], ndim: int, dims: Sequence[int]) -> list[list[int]]:
+    """The padding of the first of `dims` and of all other dims, and one padding for each further dim of `dims`."""
+    separate = {dim: [n if i // 2 == ndim - 1 - dim else 0 for i, n in enumerate(pad)] for dim in dims[1:]}
+    rest = [0 if ndim - 1 - i // 2 in separate else n for i, n in enumerate(pad)]
+    return [rest, *separate.values()]
+
+
+def pad_in_turn(op: Any) -> Callable[..., Any]:
+    """A padding of several sharded dims, dim by dim; unsharded dims are padded with the first of them."""
 
     def pad_dims_in_turn(x: Any, pad: Sequence[int], *value: Any) -> Any:
         dims = several_sharded(x, pad)
         if not dims:
             return NotImplemented
-        apart = {dim: [n if i // 2 == x.dim() - 1 - dim else 0 for i, n in enumerate(pad)] for dim in dims[1:]}
-        rest = [0 if x.dim() - 1 - i // 2 in apart else n for i, n in enumerate(pad)]
-        for some in (rest, *apart.values()):
-            x = op(x, some, *value)
+        for part in split_padding(pad, x.dim(), dims):
+            x = op(x, part, *value)
         return x
 
     return pad_dims_in_turn
 
 
-decomposition(aten.constant_pad_nd.default)(one_after_the_other(aten.constant_pad_nd.default))
+decomposition(aten.constant_pad_nd.default)(pad_in_turn(aten.constant_pad_nd.default))
 for count, kind in itertools.product((2, 3), ("reflection", "replication")):
     op = getattr(aten, f"{kind}_pad{count}d").default
-    decomposition(op)(one_after_the_other(op))
+    decomposition(op)(pad_in_turn(op))
 
 
-def backward_one_after_the_other(op: Any) -> Callable[..., Any]:
-    """The gradient of a padding of several sharded dims, one after the other."""
+def pad_backward_in_turn(op: Any) -> Callable[..., Any]:
+    """The gradient of a padding of several sharded dims, dim by dim."""
 
-    def pad_backward_in_turn(grad: Any, x: Any, padding: Sequence[int]) -> Any:
+    def pad_dims_backward(grad: Any, x: Any, padding: Sequence[int]) -> Any:
         dims = several_sharded(grad, padding)
         if not dims:
             return NotImplemented
-        apart = {dim: [n if i // 2 == x.dim() - 1 - dim else 0 for i, n in enumerate(padding)] for dim in dims[1:]}
-        rest = [0 if x.dim() - 1 - i // 2 in apart else n for i, n in enumerate(padding)]
-        for some in (*apart.values(), rest):
-            shape = [n - sum(pads_of(some, x.dim(), dim)) for dim, n in enumerate(grad.shape)]
+        rest, *separate = split_padding(padding, x.dim(), dims)
+        for part in (*separate, rest):
+            shape = [n - sum(pads_of(part, x.dim(), dim)) for dim, n in enumerate(grad.shape)]
             # only the size of the forward's operand is read: it needs no memory
-            grad = op(grad, grad.new_zeros(()).expand(shape), some)
+            grad = op(grad, grad.new_zeros(()).expand(shape), part)
         return grad
 
-    return pad_backward_in_turn
+    return pad_dims_backward
 
 
 for count, kind in itertools.product((2, 3), ("reflection", "replication")):
     op = getattr(aten, f"{kind}_pad{count}d_backward").default
-    decomposition(op)(backward_one_after_the_other(op))
+    decomposition(op)(pad_backward_in_turn(op))
 
 
 @decomposition(aten.im2col.default)
 def columns_over_plane(x: Any, kernel_size: Any, dilation: Any, padding: Any, stride: Any) -> Any:
-    """Windows of a sharded image are on the ranks of their first rows."""
+    """Each window of a sharded image is on the rank of its first row."""
     if not split_axes(x, (x.dim() - 2, x.dim() - 1)) or not x.numel():
         return NotImplemented
     return torch.ops.shardwise.image_to_columns.default(x, kernel_size, dilation, padding, stride).flatten(-2)

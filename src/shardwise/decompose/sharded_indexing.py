@@ -34,7 +34,7 @@ def without_masks(tensor: Any, indices: Sequence[Any]) -> tuple[Any, list[Any]]:
 
 @decomposition(aten.index.Tensor)
 def index_without_masks(tensor: Any, indices: Sequence[Any]) -> Any:
-    """Only the masks are replicated to be read."""
+    """Only the masks are replicated."""
     tensor, found = without_masks(tensor, indices)
     return aten._unsafe_index.Tensor(tensor, found)
 
@@ -43,7 +43,7 @@ def index_without_masks(tensor: Any, indices: Sequence[Any]) -> Any:
 def index_put_without_masks(
     tensor: Any, indices: Sequence[Any], values: Any, accumulate: bool = False, unsafe: bool = False
 ) -> Any:
-    """One number put by a mask needs no indices; otherwise only the masks are replicated to be read."""
+    """One number put by a mask needs no indices; otherwise only the masks are replicated."""
     mask = indices[0] if len(indices) == 1 else None
     if mask is not None and mask.dtype in MASKS and mask.dim() and values.numel() == 1:
         chosen = mask.to(torch.bool).reshape(*mask.shape, *(1,) * (tensor.dim() - mask.dim()))
@@ -53,11 +53,11 @@ def index_put_without_masks(
     return aten._unsafe_index_put.default(seen, found, values, accumulate).reshape(tensor.shape)
 
 
-# ---------------------------------------------------------------- indices that are shorter than a sharded dim
+# ---------------------------------------------------------------- indices shorter than a sharded dim
 
 
 def sharded_and_shorter(tensor: Any, dim: int, index: Any) -> list[int]:
-    """The sharded dims but `dim` of which the indices cover only the first few."""
+    """The sharded dims, except `dim`, that are longer than the indices."""
     at = wrapped(dim, tensor.dim())
     return [d for d in range(tensor.dim()) if d != at and index.shape[d] < tensor.shape[d] and split_axes(tensor, [d])]
 
@@ -74,7 +74,7 @@ def gather_in_front(tensor: Any, dim: int, index: Any, sparse_grad: bool = False
 def write_in_front(op: Any) -> Callable[..., Any]:
     """If the indices cover the front of a sharded dim, only that is written to."""
 
-    def compute(tensor: Any, dim: int, index: Any, *args: Any, **kwargs: Any) -> Any:
+    def write_front(tensor: Any, dim: int, index: Any, *args: Any, **kwargs: Any) -> Any:
         shorter = sharded_and_shorter(tensor, dim, index) if tensor.dim() == index.dim() and index.numel() else []
         if not shorter:
             return NotImplemented
@@ -91,7 +91,7 @@ def write_in_front(op: Any) -> Callable[..., Any]:
             made = aten.slice_scatter.default(before, made, d, 0, index.shape[d])
         return made
 
-    return compute
+    return write_front
 
 
 for write in (
@@ -122,7 +122,7 @@ def in_order_of_shards(tensor: Any, index: Any) -> tuple[Any, int, Any]:
 
 @decomposition(aten.take.default)
 def take_by_rows(tensor: Any, index: Any) -> Any:
-    """A look-up along the sharded dim, which moves the requested elements only."""
+    """A look-up along the sharded dim: only the requested elements move."""
     if not tensor.dim() or not tensor.numel() or not split_axes(tensor, range(tensor.dim())):
         return NotImplemented
     moved, _, at = in_order_of_shards(tensor, index)

@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 @decomposition(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def nll_loss(scores: Any, target: Any, weight: Any, reduction: int, ignore_index: int) -> tuple[Any, Any]:
-    """The scores of the targets, reduced: no score leaves its rank."""
+    """The losses of the targets are reduced: scores are not gathered."""
     if scores.dim() == 1 and target.dim() == 1:
         target = target[0]
     losses, weights = torch.ops.shardwise.pick_class.default(scores, target, weight, ignore_index)
@@ -38,7 +38,7 @@ def nll_loss(scores: Any, target: Any, weight: Any, reduction: int, ignore_index
 def nll_loss_backward(
     grad: Any, scores: Any, target: Any, weight: Any, reduction: int, ignore_index: int, total_weight: Any
 ) -> Any:
-    """The gradient of each target's score: nothing leaves its rank."""
+    """The gradient of each target's score, without communication of scores."""
     if scores.dim() == 1 and target.dim() == 1:
         target = target[0]
     value = grad / reduced(total_weight) if reduction == MEAN else grad

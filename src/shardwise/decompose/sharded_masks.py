@@ -16,12 +16,12 @@ from shardwise.decompose.layout_helpers import as_laid_out, split_axes, without_
 from shardwise.rules.registry import decomposition
 
 aten = torch.ops.aten
-# The smallest tensor in bytes for which this is worth it: replicating a smaller one is faster.
+# Bytes. Smaller tensors are replicated, which is faster.
 LARGE = 1 << 20
 
 
 def flattened(x: Any) -> Any:
-    """A large tensor as one dim that is sharded; None if it is small, or would have to be moved for that."""
+    """A large tensor as one sharded dim; None if it is small, or if this needs communication."""
     if is_tracing() or not hasattr(x, "placements") or x.numel() * x.element_size() < LARGE:
         return None
     x = without_partial(x)
@@ -31,8 +31,8 @@ def flattened(x: Any) -> Any:
     return None if x.dim() > 1 and x.shape[0] % members else x.reshape(-1)
 
 
-def let_through(mask: Any, *tensors: Any) -> list[Any]:
-    """The elements of these tensors that a mask selects, all of one dim."""
+def selected(mask: Any, *tensors: Any) -> list[Any]:
+    """The elements of tensors of one dim that a mask selects."""
     size, place = int(mask.sum()), mask.cumsum(0) - 1
     return [torch.ops.shardwise.compact.default(t, mask, place, size) for t in tensors]
 
@@ -44,11 +44,11 @@ def positions(x: Any) -> Any:
 
 @decomposition(aten.nonzero.default)
 def nonzero(x: Any) -> Any:
-    """Each rank reads its part."""
+    """Each rank finds the nonzero elements of its local part."""
     flat = flattened(x)
     if flat is None:
         return NotImplemented
-    (index,) = let_through(flat != 0, positions(flat))
+    (index,) = selected(flat != 0, positions(flat))
     found = []
     for size in reversed(x.shape):
         found.append(index % size)
@@ -63,7 +63,7 @@ def masked_select(x: Any, mask: Any) -> Any:
     flat = flattened(x)
     if flat is None or not hasattr(mask, "placements"):
         return NotImplemented
-    return let_through(as_laid_out(without_partial(mask), without_partial(x)).reshape(-1), flat)[0]
+    return selected(as_laid_out(without_partial(mask), without_partial(x)).reshape(-1), flat)[0]
 
 
 @decomposition(aten.masked_scatter.default)
@@ -96,7 +96,7 @@ def masked_scatter_backward(grad: Any, mask: Any, sizes: Any) -> Any:
 
 @decomposition(aten.bincount.default)
 def bincount(x: Any, weights: Any = None, minlength: int = 0) -> Any:
-    """Counts of each rank, added up."""
+    """Each rank counts its local part; counts are summed."""
     if flattened(x) is None or x.dim() != 1 or minlength < 0 or int(x.min()) < 0:
         return NotImplemented
     size = max(int(x.max()) + 1, minlength)
@@ -119,18 +119,18 @@ def runs_of(values: Any, inverse: Any, wants_counts: bool) -> tuple[Any, Any, An
     """
     place, nothing = positions(values), values.new_empty(0, dtype=torch.int64)
     first = (values != values.roll(1)) | (place == 0)
-    found = let_through(first, values, place) if wants_counts else let_through(first, values)
-    told = nothing if inverse is None else torch.zeros_like(place).scatter(0, inverse, first.cumsum(0) - 1)
+    found = selected(first, values, place) if wants_counts else selected(first, values)
+    runs = nothing if inverse is None else torch.zeros_like(place).scatter(0, inverse, first.cumsum(0) - 1)
     if not wants_counts:
-        return found[0], told, nothing
+        return found[0], runs, nothing
     starts = found[1]
     ends = torch.where(positions(starts) == len(starts) - 1, len(values), starts.roll(-1))
-    return found[0], told, ends - starts
+    return found[0], runs, ends - starts
 
 
 @decomposition(aten._unique2.default)
 def unique(x: Any, sorted: bool = True, return_inverse: bool = False, return_counts: bool = False) -> Any:  # noqa: A002
-    """Of the sorted elements the first of each run."""
+    """The first of each run of equal sorted elements."""
     flat = flattened(x)
     if flat is None:
         return NotImplemented
@@ -143,7 +143,7 @@ def unique(x: Any, sorted: bool = True, return_inverse: bool = False, return_cou
 def unique_consecutive(
     x: Any, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
 ) -> Any:
-    """The first of each run."""
+    """The first of each run of equal elements."""
     flat = flattened(x) if dim is None else None
     if flat is None:
         return NotImplemented

@@ -28,12 +28,12 @@ aten = torch.ops.aten
 
 
 def norm_dims(x: Any, normalized_shape: Sequence[int]) -> tuple[int, ...]:
-    """The last dims of `x`, which are normalised over."""
+    """The normalized dims of `x`: the last ones."""
     return tuple(range(len(x.shape) - len(normalized_shape), len(x.shape)))
 
 
 def scaled(value: Any, weight: Any, bias: Any, dtype: torch.dtype) -> Any:
-    """Times the weight and plus the bias, if given."""
+    """`value * weight + bias`, each if given."""
     value = value if weight is None else value * weight
     return as_result(value if bias is None else value + bias, dtype)
 
@@ -76,14 +76,14 @@ def layer_norm_backward_of_shards(
 
 
 def summed_over(x: Any, dims: Sequence[int]) -> Any:
-    """The sum over `dims`; over none of them `x` itself."""
+    """The sum over `dims`; without dims, `x` itself."""
     return x.sum(dims) if dims else x
 
 
 def backward_through(
     grad: Any, normal: Any, rstd: Any, weight: Any, dims: Sequence[int], centred: bool, mask: Sequence[bool]
 ) -> tuple[Any, Any]:
-    """The gradients of `normal * weight` into the input of the normalisation and into the weight."""
+    """The gradients of `normal * weight` with respect to the input of the normalization and to the weight."""
     into_weight = summed_over(grad * normal, tuple(range(dims[0]))) if mask[1] else None
     if not mask[0]:
         return None, into_weight
@@ -132,17 +132,17 @@ def over_channels(value: Any, x: Any) -> Any:
 
 
 def but_channels(x: Any) -> tuple[int, ...]:
-    """Every dim but that of the channels."""
+    """Every dim except the channels."""
     return tuple(d for d in range(x.dim()) if d != 1)
 
 
 def mean_over(x: Any, dims: Sequence[int]) -> Any:
-    """The mean over `dims`; over none of them `x` itself."""
+    """The mean over `dims`; without dims, `x` itself."""
     return x.mean(dims) if dims else x
 
 
 def per_group(x: Any, group: int) -> Any:
-    """The mean of each group of channels, of everything of a sample: sums over space first, then the small rest."""
+    """The mean of each group of channels of a sample: over space first, then over the channels of the group."""
     by_channel = reduced(mean_over(x, tuple(range(2, x.dim()))))
     return reduced(by_channel.reshape(x.shape[0], group, x.shape[1] // group).mean(-1))
 
@@ -200,7 +200,7 @@ def group_norm_backward_of_shards(
 
 @decomposition(aten._weight_norm_interface_backward.default)
 def weight_norm_backward(grad: Any, v: Any, g: Any, norms: Any, dim: int) -> tuple[Any, Any]:
-    """The gradients of the direction and of the length of a weight: only a number for each row is reduced."""
+    """The gradients of the direction and the length of a weight: one number for each row is reduced."""
     along = reduced((grad * v).sum([d for d in range(v.dim()) if d != dim % v.dim()], keepdim=True))
     norms = reduced(norms)
     return (g / norms) * (grad - v * (along / (norms * norms))), along / norms

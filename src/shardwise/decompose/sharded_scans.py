@@ -38,14 +38,14 @@ def extremes_so_far(kind: str, x: Any, dim: int) -> Any:
 
 
 def goes_by_parts(x: Any, dim: int, kind: str) -> bool:
-    """Whether a dim has consecutive parts, one for each rank, of which totals can be exchanged."""
+    """Whether each rank has one contiguous part of a sharded dim, and totals can be exchanged."""
     axes = split_axes(x, (dim,))
     totals = kind in ("sum", "product") or not x.is_complex()
     return bool(axes) and totals and all(isinstance(x.placements[a], Shard) for a in axes)
 
 
 def part_by_part(kind: str, x: Any, dim: int) -> Any:
-    """A scan along a sharded dim: each part is scanned, and combined with the totals of those before it."""
+    """A scan along a sharded dim: each part is scanned, and combined with the total of the parts before it."""
     axes, scans = split_axes(x, (dim,)), torch.ops.shardwise
     members = math.prod(x.device_mesh.shape[a] for a in axes)
     part = scans.scan_part.default(x, dim, kind)
@@ -55,16 +55,16 @@ def part_by_part(kind: str, x: Any, dim: int) -> Any:
 
 
 def _gathered_before(total: Any, dim: int, axes: list[int], kind: str) -> Any:
-    """The total before each part: every rank gets the totals of all. One collective."""
+    """The total before each part, by one all-gather of all totals."""
     gathered = moved_to(total, [Replicate() if a in axes else p for a, p in enumerate(total.placements)])
     before = torch.ops.shardwise.scan_before.default(gathered, dim, kind)
     return before.redistribute(placements=total.placements, shard_order=total.spec.shard_order)
 
 
 def _exchanged_before(total: Any, dim: int, axes: list[int], kind: str) -> Any:
-    """The total before each part: a rank receives all totals of its share of the columns, and returns them scanned.
+    """The total before each part, by two exchanges: a rank scans the totals of its share of the columns.
 
-    Two exchanges. A rank receives about two rows of totals for any number of parts.
+    A rank receives about two rows of totals for any number of parts.
     """
     columns = total.movedim(dim, 0)
     free = [d for d in range(1, columns.dim()) if not columns.spec.dim_axes[d]]
@@ -82,7 +82,7 @@ def _exchanged_before(total: Any, dim: int, axes: list[int], kind: str) -> Any:
 
 
 def _declare_scan(op: Any, compute: Any, kind: str) -> None:
-    # totals are gathered (of positions, too), and the reversed gradient is moved once more
+    # totals are gathered (also of positions), and the reversed gradient moves once more
     decomposition(op, reductions=2)(lambda *args, **kwargs: compute(kind, *args, **kwargs))
 
 

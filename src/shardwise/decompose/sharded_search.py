@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 @decomposition(aten.topk.default, reductions=2)
 def topk_of_shards(x: Any, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:  # noqa: A002
-    """The largest along a dim that one axis shards: the largest of each part are exchanged by columns, and sorted.
+    """The largest elements along a sharded dim: the largest of each part are exchanged by columns, and sorted.
 
     Sorting is stable, and only the last parts are padded, so an element precedes padding of the same value.
     """
@@ -49,7 +49,7 @@ MANY = 8  # ranks: sorting moves values and indices twice, six times a rank's pa
 
 
 def sorts_by_owner(x: Any, dim: int) -> bool:
-    """Whether to sort along a sharded dim: no other dim can be sharded instead, and there are many parts."""
+    """Whether to sort along a sharded dim: there are many parts, and no other dim can be sharded instead."""
     axes = split_axes(x, (dim,))
     parts = math.prod(x.device_mesh.shape[a] for a in axes)
     if parts < MANY or not x.numel() or x.dtype not in sample_sort.SORTED_BY_OWNER or x.spec.is_strided:
@@ -58,7 +58,7 @@ def sorts_by_owner(x: Any, dim: int) -> bool:
 
 
 def from_sorted(choose: Callable[..., tuple[Any, Any]], x: Any, dim: int, keepdim: bool, *more: Any) -> Any:
-    """What `choose` takes of the sorted values and indices, with `dim` of size one: (values, indices)."""
+    """Values and indices that `choose` selects from the sorted ones, with `dim` of size one or removed."""
     if not x.dim():
         return NotImplemented
     dim = wrapped(dim, x.dim())
@@ -90,7 +90,7 @@ def _median(x: Any, ordered: Any, dim: int, ignores_nan: bool) -> tuple[Any, Any
 
 
 def _mode(x: Any, ordered: Any, dim: int) -> tuple[Any, Any]:
-    """The end of the first run of equal values that is as long as any."""
+    """The end of the first of the longest runs of equal values."""
     values = ordered.values
     place = torch.ops.shardwise.positions.default(values, dim)
     begins = (values != values.roll(1, dim)) | (place == 0)

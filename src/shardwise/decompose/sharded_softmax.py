@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 
 def shifted(x: Any, dim: int) -> Any:
-    """`x` minus the largest element of each row, which is a small reduction."""
+    """`x` minus the largest element of each row, which is reduced."""
     wide = widened(x)
     return wide - reduced(torch.amax(wide, dim, keepdim=True))
 
@@ -30,7 +30,7 @@ def softmax_of_shards(x: Any, dim: int, half_to_float: bool) -> Any:
     return as_result(exps.div_(reduced(exps.sum(dim, keepdim=True))), torch.float32 if half_to_float else x.dtype)
 
 
-# for any number of classes: a loss over sharded ones gathers no score
+# zero reductions: always used, so that a loss over sharded classes gathers no scores
 @decomposition(aten._log_softmax.default, reductions=0)
 def log_softmax_of_shards(x: Any, dim: int, half_to_float: bool) -> Any:
     """The logarithm of a softmax along a sharded dim: the maximum and the sum are reduced."""
@@ -46,7 +46,7 @@ def log_softmax_of_shards(x: Any, dim: int, half_to_float: bool) -> Any:
 
 @decomposition(aten._safe_softmax.default, reductions=2)
 def safe_softmax(x: Any, dim: int, dtype: torch.dtype | None = None) -> Any:
-    """Softmax with zeros for rows that are masked entirely: those with a maximum of minus infinity."""
+    """Softmax with zeros for rows that are masked completely: their maximum is minus infinity."""
     dim %= max(x.dim(), 1)
     x = without_partial(x if dtype is None else x.to(dtype), (dim,))
     if not split_axes(x, (dim,)):

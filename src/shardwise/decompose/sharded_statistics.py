@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def any_norm(x: Any, p: float | None, dim: Dims = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Any:
-    """The old name of a norm."""
+    """`torch.norm`, computed by `linalg.vector_norm`."""
     return aten.linalg_vector_norm.default(x, 2 if p is None else p, dim or None, keepdim, dtype=dtype)
 
 
@@ -41,7 +41,7 @@ def moments(x: Any, dims: Sequence[int], correction: float) -> tuple[Any, Any]:
 def variance(
     op: Any, x: Any, dim: Dims = None, *, correction: float | None = None, keepdim: bool = False, root: bool, both: bool
 ) -> Any:
-    """Any of var, std, var_mean, std_mean; `op` is which."""
+    """`op` on a DTensor: var, std, var_mean or std_mean."""
     dims = reduced_dims(dim, x.dim())
     x = without_partial(x, dims)
     if not split_axes(x, dims):

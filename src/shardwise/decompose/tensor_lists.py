@@ -19,7 +19,7 @@ from shardwise.rules.registry import decomposition
 aten = torch.ops.aten
 
 
-# ---------------------------------------------------------------- one tensor after the other
+# ---------------------------------------------------------------- tensor by tensor
 
 
 def single_of(name: str, in_place: bool) -> Callable[..., Any]:
@@ -141,7 +141,7 @@ for fused in OPTIMIZERS:
 
 @decomposition(aten._amp_foreach_non_finite_check_and_unscale_.default)
 def unscale(gradients: Sequence[Any], found_inf: Any, inv_scale: Any) -> None:
-    """Gradients multiplied, and one number that says for all ranks whether any of them is not finite."""
+    """Unscale gradients, and set `found_inf` on all ranks if an element of any of them is not finite."""
     bad = torch.stack([aten.sum.default((~gradient.isfinite()).to(torch.int64)) for gradient in gradients]).sum()
     flag: Any = (bad > 0).to(found_inf.dtype)
     value = flag if hasattr(found_inf, "full_tensor") else flag.full_tensor()

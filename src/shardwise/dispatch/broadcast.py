@@ -25,7 +25,7 @@ from shardwise.fabric.block_copies import compacted
 from shardwise.local import like
 from shardwise.plan.propagate import OutputSharding
 from shardwise.rules.dims import wrapped
-from shardwise.rules.embedding import held_gradients
+from shardwise.rules.embedding import local_gradient_rows
 from shardwise.rules.engine import Factors
 from shardwise.rules.joining import where_replaced
 from shardwise.rules.movement import where_triangle
@@ -49,7 +49,7 @@ UNIFORM: dict[Any, int] = {
     local_input_sizes: 0,
     where_put_back: 0,
     local_image: 0,
-    held_gradients: 0,
+    local_gradient_rows: 0,
     where_triangle: 2,
     where_replaced: 0,
 }

@@ -21,7 +21,7 @@ class Decision:
             "halo" or "local".
         signature: the call; None if its operands are on several meshes.
         sharding: the layouts of the rule; for "decomposed" those that the rule would have used.
-        why: the reason, if there were several ways.
+        why: the reason, if several algorithms were possible.
         by_values: whether another call of the same signature may run differently because of the values of a mask.
     """
 

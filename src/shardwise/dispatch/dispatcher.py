@@ -255,7 +255,7 @@ class OpDispatcher:
         if drawn is not None and compute is None:
             decided("random", signature)
             return random_executor(signature, drawn)
-        if sharding is not None and metas is not None and sharding.rule.ways:
+        if sharding is not None and metas is not None and sharding.rule.algorithms:
             run = attending(signature, sharding, metas, args, kwargs)
             if run is not None:
                 return run

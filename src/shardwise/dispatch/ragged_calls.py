@@ -168,5 +168,5 @@ def _with_sizes(known: KnownCall, signature: Signature, sizes: Sequence[Sizes]) 
     inputs = tuple([own.get(spec) or _replaced(spec, to) for spec in sharding.inputs])
     outputs = tuple([own.get(spec) or _replaced(spec, to) for spec in sharding.outputs])
     return metas, OutputSharding(
-        inputs, outputs, sharding.call, sharding.rule, sharding.exchange, sharding.halo, sharding.way
+        inputs, outputs, sharding.call, sharding.rule, sharding.exchange, sharding.halo, sharding.algorithm
     )

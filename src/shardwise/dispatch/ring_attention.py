@@ -89,7 +89,7 @@ def attending(
     choice = choose_attention(schema, metas, prefer, reach, max_bytes)
     if choice is None:
         return None
-    decided(choice.way, signature, choice.sharding, choice.why, by_values=blocks is not None)
+    decided(choice.algorithm, signature, choice.sharding, choice.why, by_values=blocks is not None)
     made: BoundedCache[Any, Executor] = BoundedCache(MOST_REACHES)
     made.keep((prefer, max_bytes, reach), _executor(signature, choice))
 

@@ -1,4 +1,4 @@
-"""The samples of each training step, as a function of the step alone: any number of ranks sees the same batches."""
+"""The samples of each training step, as a function of the step: any number of ranks gets the same batches."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def batch_indices(
     """The indices of the global batch of a step, in order.
 
     Each epoch visits the data once, in a different order; a batch may begin in one epoch and end in the next.
-    The result depends on the arguments alone, so a job that continues from a checkpoint on other ranks needs no state
-    of a sampler. `distribute_tensor` of a batch gives each rank its rows.
+    The result depends only on the arguments, so a job that continues from a checkpoint on other ranks needs no sampler
+    state. `distribute_tensor` of a batch gives each rank its rows.
 
     Args:
         step: the number of the step, from 0.
-        batch_size: of the global batch.
-        dataset_size: how many samples there are.
-        seed: of the order.
-        shuffle: in a random order; else as they are.
+        batch_size: the size of the global batch.
+        dataset_size: the number of samples.
+        seed: the seed of the order.
+        shuffle: use a random order in each epoch; else the order of the data.
 
     Example:
         >>> batch_indices(1, 3, 8, shuffle=False), batch_indices(2, 3, 8, shuffle=False)
@@ -36,7 +36,8 @@ def batch_indices(
     """
     if step < 0 or batch_size < 1 or dataset_size < 1:
         raise LayoutError(
-            f"step {step}, batches of {batch_size}, {dataset_size} samples", hint="steps count from 0, sizes from 1"
+            f"batch_indices: step {step}, batches of {batch_size}, {dataset_size} samples",
+            hint="use a step of at least 0, and sizes of at least 1",
         )
     first = step * batch_size
     positions = torch.arange(first, first + batch_size)
@@ -51,6 +52,6 @@ def batch_indices(
 
 @functools.lru_cache(2)
 def _order(size: int, seed: int, epoch: int) -> torch.Tensor:
-    """A permutation for an epoch. The generator is its own: drawing changes no other random numbers."""
+    """The permutation of an epoch, from a separate generator."""
     mixed = (seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9 + 1) % 2**63
     return torch.randperm(size, generator=torch.Generator().manual_seed(mixed))

@@ -1,7 +1,7 @@
 """`sw.remesh`: a state on another mesh, live or through a checkpoint.
 
-Live, modules and optimizers are replaced by their state dicts, all tensors move as one transfer, and objects that are
-built on the new mesh are filled. Ranks that were not in the old mesh learn from the others what there is.
+Live, modules and optimizers are replaced by their state dicts, all tensors move as one transfer, and objects built on
+the new mesh are filled. Ranks of the old mesh describe the state to the other ranks.
 """
 
 from __future__ import annotations
@@ -43,23 +43,23 @@ def remesh(
     bucket_bytes: int = BUCKET_BYTES,
     progress: Progress | None = None,
 ) -> Any:
-    """A state on another mesh: from the ranks that hold it, or from a checkpoint if these are gone.
+    """Move a state to another mesh: from the ranks of the old mesh or, if these are lost, from a checkpoint.
 
-    Every process of the job calls it, also those that are in one of the meshes alone: a mesh may shrink, grow, or move
-    to other ranks. Each byte is sent once, to the rank that needs it (`transfer`). Numbers and other objects, and plain
-    tensors, reach ranks that were not in the old mesh.
+    Every process of the job calls it, also those in only one of the meshes: a mesh may shrink, grow, or move to other
+    ranks. Each byte is sent once, to the rank that needs it (`transfer`). Ranks that were not in the old mesh also
+    receive numbers, other objects and plain tensors.
 
     Args:
         state: a nested dict of DTensors, plain tensors and objects, and of modules and optimizers; or the path of a
             checkpoint.
-        mesh: where to.
-        layouts: the placements there, as in `transfer`, by names such as "model/layer.weight". Of a checkpoint, which
-            has none, they are needed unless `into` is given.
+        mesh: the new mesh.
+        layouts: the placements there, as in `transfer`, by names such as "model/layer.weight". Needed for a checkpoint,
+            which has no layouts, unless `into` is given.
         into: the same state, built on the new mesh: modules with their `fully_shard` or plan there, and optimizers of
             their parameters, which need not have stepped. It is filled in place. Needed for modules and optimizers.
-        dtype: of floating-point tensors afterwards, as in `transfer`; those of `into` are kept.
-        bucket_bytes: the memory for messages of a rank, at most.
-        progress: called with the bytes that have passed through this process and those that will.
+        dtype: the new dtype of floating-point tensors, as in `transfer`; tensors of `into` keep theirs.
+        bucket_bytes: the memory limit for messages of a rank.
+        progress: called with the bytes that this process has sent and received so far, and with their total.
 
     Returns:
         `into`, or the new state.
@@ -91,7 +91,7 @@ def remesh(
 
 
 class _Entry(NamedTuple):
-    """A value of a state as ranks describe it to each other."""
+    """The description of a value of a state, sent between ranks."""
 
     spec: DTensorSpec | None  # of a DTensor
     meta: TensorMeta | None  # of a plain tensor
@@ -99,11 +99,11 @@ class _Entry(NamedTuple):
 
 
 class _Described(NamedTuple):
-    """A state, and what all ranks together have of it.
+    """A state, and the description of all its values on all ranks.
 
     Args:
         tree: this process's state.
-        entries: by path, those of the ranks that hold them.
+        entries: the values by path, as described by ranks that have them.
         home: the mesh whose ranks have the plain tensors and objects.
     """
 
@@ -129,7 +129,8 @@ def _described(state: dict[str, Any]) -> _Described:
     home = next((entry.spec.mesh.root for entry in merged.values() if entry.spec is not None), None)
     if home is None:
         raise LayoutError(
-            "the state has no DTensor, so it is on no mesh", hint="distribute it: parallelize_module, fully_shard, ..."
+            "remesh: the state has no DTensor, so it is on no mesh",
+            hint="distribute it: parallelize_module, fully_shard, ...",
         )
     return _Described(tree, merged, home)
 
@@ -146,8 +147,8 @@ def _refuse_objects(tree: StateTree) -> None:
     if tree.expanded:
         first = tree.expanded[0]
         raise LayoutError(
-            f"{_name(first.path)!r} is a {type(first.owner).__name__}, and its layers and states belong to their mesh",
-            hint="build it on the new mesh as on the old one, and give the state with it as into=",
+            f"remesh: {_name(first.path)!r} is a {type(first.owner).__name__}, which must be built on the new mesh",
+            hint="build it there as on the old mesh, and pass a state with it as into=",
         )
 
 
@@ -188,7 +189,7 @@ def _moved(
 
 
 def _source(found: _Described, path: Name, value: Any) -> Any:
-    """A tensor of the state; the spec of one that this rank does not have; a plain one as a replicated DTensor."""
+    """A tensor of the state, a plain one as a replicated DTensor; its spec if this rank does not have it."""
     entry = found.entries[path]
     if entry.spec is not None:
         return value if isinstance(value, DTensor) and value._spec is entry.spec else entry.spec
@@ -212,7 +213,7 @@ def _fill(
     missing, surplus = [p for p in found.entries if p not in there], [p for p in there if p not in found.entries]
     if missing or surplus:
         raise LayoutError(
-            f"`into` is another state: {_some(missing)} missing there, {_some(surplus)} only there",
+            f"remesh: `into` is another state: it lacks {_some(missing)}, and only it has {_some(surplus)}",
             hint="build the same modules and optimizers on the new mesh",
         )
     targets: dict[Name, DTensorSpec] = {}
@@ -238,7 +239,7 @@ def _fill(
 
 
 def _room(path: Name, entry: _Entry, value: Any, mesh: DeviceMesh) -> tuple[DTensorSpec, Any]:
-    """The layout of a tensor of `into`, and the DTensor that is written to: itself, or a replicated one for a plain."""
+    """The layout of a tensor of `into`, and the DTensor to write to: itself, or a replicated one for a plain tensor."""
     shape = entry.spec.shape if entry.spec is not None else entry.meta.shape if entry.meta is not None else ()
     if not isinstance(value, torch.Tensor) or tuple(value.shape) != tuple(shape):
         have = tuple(value.shape) if isinstance(value, torch.Tensor) else type(value).__name__
@@ -250,7 +251,7 @@ def _room(path: Name, entry: _Entry, value: Any, mesh: DeviceMesh) -> tuple[DTen
         if not set(value._spec.mesh.root.grid_ranks) <= set(mesh.root.grid_ranks):
             raise LayoutError(
                 f"{_name(path)!r} of `into` is on {value._spec.mesh}, which is not on the ranks of {mesh}",
-                hint="build `into` on the mesh that you give, or on slices of it",
+                hint="build `into` on the mesh passed to remesh, or on slices of it",
             )
         return value._spec, value
     spec = DTensorSpec(mesh, [Replicate()] * mesh.ndim, TensorMeta(tuple(value.shape), dtype=value.dtype))
@@ -261,7 +262,7 @@ def _room(path: Name, entry: _Entry, value: Any, mesh: DeviceMesh) -> tuple[DTen
 
 
 def _state_dict(owner: Any, path: Name, described: Mapping[Name, _Entry]) -> dict[Any, Any]:
-    """The state dict of an object; of an optimizer that has not stepped, with room for the states that there are."""
+    """The state dict of an object; for an optimizer that has not stepped, with empty tensors for its states."""
     state = owner.state_dict()
     if not isinstance(owner, torch.optim.Optimizer) or state["state"]:
         return state
@@ -283,7 +284,8 @@ def _from_checkpoint(path: Path, mesh: DeviceMesh, layouts: Layouts, into: Any, 
         return into
     if layouts is None:
         raise LayoutError(
-            f"the checkpoint {path.name} has no layouts", hint="give layouts=, or into= a state built on the new mesh"
+            f"remesh: the checkpoint {path.name} has no layouts",
+            hint="pass layouts=, or as into= a state built on the new mesh",
         )
     index = open_index(path)
     on_rows = [Replicate()] * mesh.ndim
@@ -308,7 +310,7 @@ def _empty(spec: DTensorSpec) -> DTensor:
 
 
 def _name(path: Name) -> str:
-    """The name of an entry for users: without the outermost dict, which is ours."""
+    """The name of an entry for users, without the outermost dict, which `remesh` adds."""
     return join(path[1:])
 
 

@@ -1,6 +1,6 @@
-"""A plan for a model without one: attention and MLPs of its repeated blocks, recognised by names and sizes.
+"""A plan for a model without one: attention and MLPs of its repeated blocks, recognized by names and sizes.
 
-Layouts affect communication, not values, so a layer that is mistaken for another only costs time.
+Layouts affect communication, not values, so a wrong guess only costs time.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Linear(NamedTuple):
 
 
 def derived_plan(model: nn.Module) -> dict[str, Any]:
-    """Paths, in which `*` is a number, and names of styles; empty where nothing is recognised.
+    """A plan from paths, in which `*` is a number, to names of styles; empty if nothing is recognized.
 
     Example:
         >>> block = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
@@ -60,7 +60,7 @@ def derived_plan(model: nn.Module) -> dict[str, Any]:
     return plan
 
 
-# ---------------------------------------------------------------- what is recognised
+# ---------------------------------------------------------------- recognized groups of layers
 
 
 def _attentions(block: list[Linear]) -> Iterator[tuple[list[Linear], Linear]]:
@@ -88,7 +88,7 @@ def _belongs(linear: Linear, first: Linear) -> bool:
 
 
 def _mlps(block: list[Linear]) -> Iterator[tuple[list[Linear], Linear]]:
-    """Layers into more features, one or two of a kind, with the one that leads back."""
+    """Layers to more features, one or two of equal size, with the layer back to the original number."""
     for at, last in enumerate(block):
         group: list[Linear] = []
         for each in reversed(block[:at]):
@@ -125,9 +125,9 @@ def _blocks(model: nn.Module) -> list[list[Linear]]:
 
 
 def _block_of(path: str) -> str | None:
-    """The innermost module with a number for its name that a layer is in, by its path.
+    """The path of the innermost module around a layer whose name is a number.
 
-    A number right above the layer counts only if it is the only one: it may be that of a layer (`mlp.0.dense`).
+    A number directly above the layer counts only if it is the only one: it may be that of a layer (`mlp.0.dense`).
     """
     parts = path.split(".")
     numbers = [at for at, part in enumerate(parts[:-1]) if part.isdigit()]
@@ -145,6 +145,6 @@ def _linear(path: str, module: nn.Module) -> Linear | None:
 
 
 def _pattern(path: str) -> str:
-    """The path with `*` for each number of a block; the last part is a name, also where it is a number."""
+    """The path with `*` for each number, except the last part."""
     *parts, last = path.split(".")
     return ".".join([*("*" if part.isdigit() else part for part in parts), last])

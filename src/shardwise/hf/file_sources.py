@@ -21,7 +21,7 @@ __all__ = ["sources_of"]
 
 
 def sources_of(model: nn.Module, files: Mapping[str, tuple[int, ...]]) -> dict[str, Source]:
-    """Where the tensors of a model are in the files, by their names in the model.
+    """The sources of a model's tensors in the files, by their names in the model.
 
     Args:
         model: a model of transformers.
@@ -51,7 +51,7 @@ def sources_of(model: nn.Module, files: Mapping[str, tuple[int, ...]]) -> dict[s
 
 
 def _converted(model: Any, target: str, converter: Any) -> dict[str, Any]:
-    """The tensors that a converter makes of those that were added to it, by their names in the model."""
+    """The results of a converter, by their names in the model."""
     tensors = converter.materialize_tensors()
     for operation in converter.operations:
         try:

@@ -8,14 +8,14 @@ from typing import Any
 
 from shardwise.tensor import is_dtensor
 
-__all__ = ["call_flex_attention_as_it_is"]
+__all__ = ["call_flex_attention_uncompiled"]
 
 
-def call_flex_attention_as_it_is() -> None:
-    """Wrap the function by which transformers calls `flex_attention`, if transformers is loaded; once.
+def call_flex_attention_uncompiled() -> None:
+    """Wrap the function by which transformers calls `flex_attention`, once, if transformers is loaded.
 
-    It calls a compiled one. On DTensors `flex_attention` works block by block, with functions that a compiled program
-    cannot contain. Calls with plain tensors are as before.
+    It calls a compiled version. On DTensors `flex_attention` works block by block, with functions that a compiled
+    program cannot contain. Calls with plain tensors are unchanged.
     """
     module: Any = sys.modules.get("transformers.integrations.flex_attention")
     call = getattr(module, "compile_friendly_flex_attention", None)

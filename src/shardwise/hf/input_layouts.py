@@ -1,6 +1,6 @@
 """shard_batch and context_parallel: a model shards its own inputs, samples over one axis and tokens over another.
 
-Layouts affect communication, not values. So an unknown input is left unchanged.
+Layouts affect communication, not values. So an unknown input stays unchanged.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement, Replicate, Shard, Zigzag
 from shardwise.errors import LayoutError, MeshError
 from shardwise.fabric.world import as_mesh
-from shardwise.hf.flex_calls import call_flex_attention_as_it_is
+from shardwise.hf.flex_calls import call_flex_attention_uncompiled
 from shardwise.hf.transformers_version import check_loaded
 from shardwise.parallel.tensor_parallel.style import STYLES
 from shardwise.tensor import is_dtensor
@@ -61,11 +61,11 @@ class InputLayouts:
         return self._mesh
 
     def reset(self) -> None:
-        """Look for the mesh again at the next call."""
+        """Determine the mesh again at the next call."""
         self._mesh = None
 
     def laid_out(self, name: str, value: Any, mesh: DeviceMesh) -> Any:
-        """An input as a DTensor; itself where it is one already, or has neither samples nor tokens."""
+        """An input as a DTensor; unchanged if it is one already, or has neither samples nor tokens."""
         if not isinstance(value, torch.Tensor) or is_dtensor(value):
             return value
         placements: list[Placement] = [Replicate()] * mesh.ndim
@@ -73,7 +73,7 @@ class InputLayouts:
             placements[_axis_in(mesh, self.samples)] = Shard(dim)
         if self.tokens is not None and (dim := _token_dim(name, value)) is not None:
             axis = _axis_in(mesh, self.tokens)
-            if value.shape[dim] >= mesh.size(axis):  # not the single tokens that generate goes on with
+            if value.shape[dim] >= mesh.size(axis):  # not the single tokens of `generate`
                 placements[axis] = self.along(dim)
         if all(each.is_replicate() for each in placements):
             return value
@@ -118,15 +118,17 @@ def _axis_in(mesh: DeviceMesh, part: DeviceMesh) -> int:
 def _layouts_of(model: nn.Module, axis: Any) -> tuple[InputLayouts, DeviceMesh]:
     """The layouts of a model, with the hook that applies them, and the requested mesh of one axis."""
     check_loaded()
-    call_flex_attention_as_it_is()
+    call_flex_attention_uncompiled()
     mesh = as_mesh(axis)
     if mesh.ndim != 1:
-        raise MeshError(f"inputs are sharded over one axis, and {mesh} has {mesh.ndim}", hint='give it one: mesh["cp"]')
+        raise MeshError(
+            f"inputs are sharded over one axis, and {mesh} has {mesh.ndim}", hint='pass one axis: mesh["cp"]'
+        )
     for path, module in model.named_modules():
         if any(planned == mesh for _, planned in module.__dict__.get(STYLES, ())):
             raise LayoutError(
-                f"{mesh} is the axis of the plan of {path or type(model).__name__!r}; inputs are sharded over another",
-                hint='take axes of one mesh: parallelize(model, mesh["tp"]), then mesh["dp"] or mesh["cp"] here',
+                f"{mesh} is the axis of the plan of {path or type(model).__name__!r}; inputs need another axis",
+                hint='use axes of one mesh: parallelize(model, mesh["tp"]), then mesh["dp"] or mesh["cp"] here',
             )
     known = model.__dict__.get(_LAYOUTS)
     if known is None:
@@ -150,7 +152,7 @@ def _lay_out_inputs(
     given = {**names, **kwargs}
     _check_some(model, layouts, given)
     flex = getattr(getattr(model, "config", None), "_attn_implementation", None) == "flex_attention"
-    kept = "attention_mask" if flex else None  # torch compiles the making of block masks, of plain tensors
+    kept = "attention_mask" if flex else None  # torch compiles the creation of block masks from plain tensors
     moved = {name: value if name == kept else layouts.laid_out(name, value, mesh) for name, value in given.items()}
     rest = args[len(names) :]
     return (*(moved[name] for name in names), *rest), {name: moved[name] for name in kwargs}
@@ -163,7 +165,7 @@ def _positional(model: nn.Module) -> Iterator[str]:
 
 
 def _check_some(model: nn.Module, layouts: InputLayouts, given: Mapping[str, Any]) -> None:
-    """Raise for inputs without tokens, which would be replicated silently."""
+    """Raise if no input has tokens: all would be replicated silently."""
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
     if layouts.tokens is None or any(
         is_dtensor(value) or _token_dim(name, value) is not None for name, value in tensors.items()
@@ -171,15 +173,15 @@ def _check_some(model: nn.Module, layouts: InputLayouts, given: Mapping[str, Any
         return
     raise LayoutError(
         f"context_parallel: none of the inputs of {type(model).__name__} has tokens to shard: {', '.join(tensors)}",
-        hint=f"tokens are dim 1 of {', '.join(sorted(TOKENS | EMBEDDED))}; or pass DTensors, sharded as you like",
+        hint=f"tokens are dim 1 of {', '.join(sorted(TOKENS | EMBEDDED))}; or pass sharded DTensors",
     )
 
 
 def shard_batch(model: Model, device_mesh: Any = None) -> Model:
-    """Let a model shard its plain inputs over a mesh axis by their samples: each rank takes its own of a global batch.
+    """Let a model shard its plain inputs over a mesh axis by their samples: each rank takes its part of a global batch.
 
-    Inputs are the same on every rank, as those of a loader with one seed are, and nothing is communicated. Losses are
-    means over the global batch, as on one device. A DTensor stays as it is.
+    Inputs must be the same on every rank, like those of a loader with one seed; nothing is communicated. Losses are
+    means over the global batch, as on one device. DTensors are unchanged.
 
     Args:
         model: a model of transformers, plain or after `parallelize` or `fully_shard`.
@@ -198,11 +200,11 @@ def shard_batch(model: Model, device_mesh: Any = None) -> Model:
 
 
 def context_parallel(model: Model, device_mesh: Any = None, placement: type[Placement] = Zigzag) -> Model:
-    """Let a model shard its plain inputs over a mesh axis by their tokens: a rank holds a part of each sequence.
+    """Let a model shard its plain inputs over a mesh axis by their tokens: a rank has a part of each sequence.
 
     Positions, masks, rotary tables and the shift of the labels are those of one device. Attention exchanges keys and
-    values as `sw.attention` says; everything else works token by token. Inputs are the same on every rank, and nothing
-    is communicated to shard them. A DTensor stays as it is, and so do single tokens, as `generate` gives them.
+    values as set by `sw.attention`; everything else works token by token. Inputs must be the same on every rank;
+    nothing is communicated to shard them. DTensors, and the single tokens of `generate`, are unchanged.
 
     Args:
         model: a model of transformers whose inputs are tokens, plain or after `parallelize` or `fully_shard`.
@@ -219,7 +221,9 @@ def context_parallel(model: Model, device_mesh: Any = None, placement: type[Plac
     """
     along = next((each for each in (Shard, Zigzag) if each is placement), None)
     if along is None:
-        raise LayoutError(f"placement={placement!r} does not shard tokens", hint="Shard or Zigzag, the class itself")
+        raise LayoutError(
+            f"context_parallel: placement={placement!r} does not shard tokens", hint="pass the class Shard or Zigzag"
+        )
     layouts, mesh = _layouts_of(model, device_mesh)
     layouts.tokens, layouts.along = mesh, along
     return model

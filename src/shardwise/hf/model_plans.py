@@ -1,4 +1,4 @@
-"""The plan of a model: the one that it carries, one that is given, or one that is derived from its structure."""
+"""The plan of a model: its own plan, a given plan, or a plan derived from its structure."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def plan_of(model: nn.Module, plan: str | NamedPlan = "auto") -> dict[str, Paral
 
     Args:
         model: the model, or an adapter of peft around it.
-        plan: `"tp"` takes the model's tensor-parallel plan; `"ep"` its expert-parallel plan, and the tensor-parallel
-            plan for what that leaves; `"derived"` recognises attention and MLPs by their structure; `"auto"` takes
-            the first of the three that has layers. Or a dict from paths, in which `*` is a number, to names of styles
-            or to a `ParallelStyle`.
+        plan: `"tp"` uses the model's tensor-parallel plan; `"ep"` its expert-parallel plan, and the tensor-parallel
+            plan for other modules; `"derived"` recognizes attention and MLPs by their structure; `"auto"` uses the
+            first of the three that has layers. Or a dict from paths, in which `*` is a number, to names of styles or to
+            a `ParallelStyle`.
 
     Example:
         >>> import torch
@@ -58,16 +58,16 @@ def named_plan(model: nn.Module, plan: str | NamedPlan) -> NamedPlan:
     if plan == "auto":
         plan = next((name for name, found in own.items() if any("*" in path for path in found)), "derived")
         if plan == "derived":
-            return _said(model, derived_plan(model)) | own["tp"]  # which may be a plan of the head alone
+            return _warn_derived(model, derived_plan(model)) | own["tp"]  # which may have only the head
     if plan == "derived":
         return derived_plan(model) | own["tp"]
     if plan not in own:
-        raise LayoutError(f"plan={plan!r} is not known", hint="'auto', 'tp', 'ep', 'derived' or a dict")
+        raise LayoutError(f"plan={plan!r} is not known", hint="use 'auto', 'tp', 'ep', 'derived' or a dict")
     if not own[plan]:
         others = [name for name, found in own.items() if found]
         raise UnsupportedError(
             f"{type(model).__name__} carries no {plan} plan",
-            hint=f"plan={others[0]!r} or a dict" if others else "plan='derived' or a dict",
+            hint=f"use plan={others[0]!r} or a dict" if others else "use plan='derived' or a dict",
         )
     return own["tp"] if plan == "tp" else _with_experts(own["tp"], own["ep"])
 
@@ -77,16 +77,16 @@ def _carried(model: nn.Module, name: str) -> dict[str, str]:
 
 
 def _with_experts(dense: dict[str, str], experts: dict[str, str]) -> dict[str, str]:
-    """The plan of the experts, and that of the rest: a module of the first is not sharded a second time."""
+    """The plan of the experts, and the dense plan for all modules that it does not name."""
     taken = re.compile("|".join(rf"{re.escape(path)}(\..+)?" for path in experts))
     return {path: style for path, style in dense.items() if not taken.fullmatch(path)} | experts
 
 
-def _said(model: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
+def _warn_derived(model: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
     names = dict.fromkeys(".".join(path.split(".")[-2:]) for path in plan)
     found = f"one was derived from its structure: {', '.join(names)}"
     none = (
-        "no attention and no MLP was recognised in it, so it is replicated, for data parallelism with a sharded batch"
+        "no attention and no MLP was recognized in it, so it is replicated, for data parallelism with a sharded batch"
     )
     warnings.warn(f"{type(model).__name__} carries no plan; {found if plan else none}", stacklevel=5)
     return plan
@@ -96,7 +96,7 @@ def _said(model: nn.Module, plan: dict[str, Any]) -> dict[str, Any]:
 
 
 def resolved(model: nn.Module, plan: NamedPlan) -> dict[str, ParallelStyle]:
-    """The styles of all modules that a plan names. A path that the model does not have is left out."""
+    """The styles of all modules that a plan names. Paths that the model lacks are ignored."""
     for path, style in plan.items():
         if not isinstance(style, ParallelStyle):
             check_name(style, path)
@@ -128,9 +128,9 @@ def resolved(model: nn.Module, plan: NamedPlan) -> dict[str, ParallelStyle]:
 
 
 def _tied_to(model: nn.Module, styles: Mapping[str, ParallelStyle]) -> Iterator[str]:
-    """Modules that a plan does not name and that share a parameter with one that it names: an embedding and the head.
+    """The modules outside of a plan that share a parameter with a module of it, such as an embedding and the head.
 
-    Their parameter is sharded as well, so they need a style that sees it on a larger mesh.
+    Their parameter is sharded too, so they need a style that remaps it to a larger mesh.
     """
     named = [module for path, module in model.named_modules() if path in styles]
     sharded = {id(parameter) for module in named for parameter in module.parameters()}

@@ -1,4 +1,4 @@
-"""parallelize: a model of transformers over one axis of a mesh, by its own plan."""
+"""parallelize: a model of transformers over one axis of a mesh, by the model's own plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.api import distribute_module
 from shardwise.fabric.world import as_mesh
-from shardwise.hf.flex_calls import call_flex_attention_as_it_is
+from shardwise.hf.flex_calls import call_flex_attention_uncompiled
 from shardwise.hf.model_plans import plan_of
 from shardwise.hf.static_caches import lay_out_static_caches
 from shardwise.hf.transformers_version import check_loaded
@@ -28,17 +28,17 @@ def parallelize(
     """Parallelize a model of transformers in place, by the plan that its configuration carries.
 
     Forward, backward, losses and `generate` are those of one device. Inputs may be plain tensors (the same on every
-    rank) or DTensors, on this mesh or on one with more axes: a batch that is sharded over `dp`, say.
+    rank) or DTensors, on this mesh or on one with more axes, such as a batch that is sharded over `dp`.
     `fully_shard(model, mesh["dp"])` may follow.
 
     Args:
         model: the model, on one device or on meta, or an adapter of peft around it.
         device_mesh: a mesh of one axis: `mesh["tp"]` where there are several.
-        plan: `"tp"` takes the model's tensor-parallel plan; `"ep"` its expert-parallel plan, and the tensor-parallel
-            plan for what that leaves; `"derived"` recognises attention and MLPs by their structure; `"auto"` takes
-            the first of the three that has layers, and warns if it is the last. A model of which nothing is recognised
-            is replicated. Or a dict from paths, in which `*` is a number, to names of styles or to a `ParallelStyle`.
-        src_data_rank: whose values of the parameters count, as a rank of the mesh. None: each rank's own.
+        plan: `"tp"` uses the model's tensor-parallel plan; `"ep"` its expert-parallel plan, and the tensor-parallel
+            plan for other modules; `"derived"` recognizes attention and MLPs by their structure; `"auto"` uses the
+            first of the three that has layers, and warns if it is the last. A model in which nothing is recognized is
+            replicated. Or a dict from paths, in which `*` is a number, to names of styles or to a `ParallelStyle`.
+        src_data_rank: the rank of the mesh whose parameter values are used. None: each rank's own.
 
     Returns:
         The model.
@@ -54,7 +54,7 @@ def parallelize(
     """
     check_loaded()
     lay_out_static_caches()
-    call_flex_attention_as_it_is()
+    call_flex_attention_uncompiled()
     mesh = as_mesh(device_mesh)
     styles = plan_of(model, plan)
     if not styles:

@@ -1,4 +1,4 @@
-"""ShardParameters: the style of a module that is no single layer, but has parameters to shard (experts, sinks)."""
+"""ShardParameters: the style of modules with parameters to shard that are not single layers (experts, sinks)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import nn
 
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement
-from shardwise.parallel.tensor_parallel.module_parameters import lay_out, see_on, unsee
+from shardwise.parallel.tensor_parallel.module_parameters import lay_out, remap_parameters, restore_parameters
 from shardwise.parallel.tensor_parallel.style import ParallelStyle
 from shardwise.tensor import is_dtensor
 
@@ -17,7 +17,7 @@ __all__ = ["ShardParameters"]
 
 
 class ShardParameters(ParallelStyle):
-    """Some parameters of a module in the given placements. The module computes on DTensors, as on one device.
+    """Lay out some parameters of a module. The module computes on DTensors, as on one device.
 
     Args:
         placements: of parameters of the module itself, by name.
@@ -46,10 +46,10 @@ class ShardParameters(ParallelStyle):
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             larger = next((mesh for mesh in _meshes_of(args, kwargs) if mesh != device_mesh), None)
             if larger is not None:
-                see_on(module, device_mesh, larger, submodules=False)
+                remap_parameters(module, device_mesh, larger, submodules=False)
 
         def after(module: nn.Module, args: tuple[Any, ...], result: Any) -> None:
-            unsee(module)
+            restore_parameters(module)
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after, always_call=True)

@@ -35,16 +35,16 @@ def from_pretrained(
     model_class: Any = None,
     attn_implementation: str | None = None,
 ) -> Any:
-    """Load a model of transformers from a directory, parallel over a mesh: each rank reads and holds only its slices.
+    """Load a model of transformers from a directory, parallel over a mesh: each rank reads only its slices.
 
-    Every process calls it. Weights that are renamed, stacked or fused are converted as transformers says, and are
-    cast to the model's dtype. Memory at the peak is that of the rank's slices and one tensor.
+    Every process calls it. Renamed, stacked or fused weights are converted by the converters of transformers, and cast
+    to the model's dtype. Peak memory is that of the rank's slices and one tensor.
 
     Args:
         path: a directory with `config.json` and safetensors files.
         device_mesh: a mesh of one axis: `mesh["tp"]` where there are several.
         plan: as in `parallelize`.
-        dtype: of the weights; default: what the configuration says, else float32.
+        dtype: of the weights; by default that of the configuration, else float32.
         model_class: the class of the model; default: the one that the configuration names.
         attn_implementation: as in transformers: `"eager"`, `"sdpa"`, `"flex_attention"`.
 
@@ -58,7 +58,7 @@ def from_pretrained(
     transformers = load_transformers()
     mesh = as_mesh(device_mesh)
     config = transformers.AutoConfig.from_pretrained(path)
-    _check_not_quantised(config, path)
+    _check_not_quantized(config, path)
     _check_safetensors(Path(path))
     kind = model_class or _class_of(transformers, config, path)
     chosen = dtype or getattr(config, "dtype", None) or torch.float32
@@ -75,13 +75,13 @@ def from_pretrained(
     return model.eval()
 
 
-def _check_not_quantised(config: Any, path: str | Path) -> None:
+def _check_not_quantized(config: Any, path: str | Path) -> None:
     settings = getattr(config, "quantization_config", None)
     if settings is not None:
         known = settings if isinstance(settings, Mapping) else vars(settings)
         raise UnsupportedError(
-            f"{path} is quantised by {known.get('quant_method', 'an unknown method')}",
-            hint="load weights that are not quantised",
+            f"{path} is quantized by {known.get('quant_method', 'an unknown method')}",
+            hint="load weights that are not quantized",
         )
 
 
@@ -89,7 +89,7 @@ def _check_safetensors(path: Path) -> None:
     pickled = sorted(each.name for each in path.glob("*.bin") if each.name.startswith("pytorch_model"))
     if pickled and not any(path.glob("*.safetensors")):
         raise UnsupportedError(
-            f"{path} has {pickled[0]} and no safetensors file, and a rank cannot read its slices of the former",
+            f"{path} has {pickled[0]} and no safetensors file: a rank cannot read slices of pickled files",
             hint="convert it once, with from_pretrained and save_pretrained of transformers",
         )
 
@@ -100,7 +100,7 @@ def _class_of(transformers: Any, config: Any, path: str | Path) -> Any:
     if kind is None:
         raise CheckpointError(
             f"the config.json of {path} names the architectures {list(names)}, none of which transformers has",
-            hint="give model_class=",
+            hint="pass model_class=",
         )
     return kind
 
@@ -110,7 +110,7 @@ def _class_of(transformers: Any, config: Any, path: str | Path) -> Any:
 
 @contextlib.contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Modules that are made inside have parameters on meta, and real buffers: those are computed, not loaded."""
+    """Modules made inside have parameters on the meta device, and real buffers, which are computed, not loaded."""
     register = nn.Module.register_parameter
 
     def register_on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
@@ -126,7 +126,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 
 def _keep_precision(model: Any, dtype: torch.dtype) -> None:
-    """Parameters that a model keeps in float32, whatever its dtype is."""
+    """Cast the parameters that a model always keeps in float32."""
     names = set(getattr(model, "_keep_in_fp32_modules", None) or ()) if dtype is torch.float16 else set()
     if dtype in (torch.float16, torch.bfloat16):
         names |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
@@ -139,7 +139,7 @@ def _keep_precision(model: Any, dtype: torch.dtype) -> None:
 
 
 def _allocate(model: nn.Module, device: torch.device) -> None:
-    """Give parameters memory, without values. One that several modules share stays shared."""
+    """Allocate uninitialized memory for parameters. Shared parameters stay shared."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -160,7 +160,7 @@ def _shapes_in(path: str | Path) -> dict[str, tuple[int, ...]]:
 
 
 def fill_from_files(model: Any, path: str | Path, sources: Mapping[str, Any] | None = None) -> None:
-    """Read the values. What the files lack is an error; what they have beside is a warning, as in transformers."""
+    """Read the values. Missing tensors are an error; unexpected ones are a warning, as in transformers."""
     if sources is None:
         sources = sources_of(model, _shapes_in(path))
     loaded = load_safetensors(model, path, sources, strict=False, staged=False)
@@ -169,7 +169,7 @@ def fill_from_files(model: Any, path: str | Path, sources: Mapping[str, Any] | N
     ignored = [re.compile(each) for each in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     left = [name for name in loaded.unexpected if not any(each.search(name) for each in ignored)]
     if left:
-        warnings.warn(f"{path} has tensors that {type(model).__name__} has not: {', '.join(left[:8])}", stacklevel=4)
+        warnings.warn(f"{path} has tensors that {type(model).__name__} lacks: {', '.join(left[:8])}", stacklevel=4)
 
 
 # ---------------------------------------------------------------- to files
@@ -178,8 +178,8 @@ def fill_from_files(model: Any, path: str | Path, sources: Mapping[str, Any] | N
 def save_pretrained(model: Any, path: str | Path, max_shard_size: int | str = "5GB") -> None:
     """Write a parallel model in the layout that `from_pretrained` of transformers reads: safetensors and config.json.
 
-    Every process calls it; each rank writes its slices. Tensors have the names of the model's parameters; of tied ones
-    the first is written.
+    Every process calls it; each rank writes its slices. Tensors have the names of the model's parameters; tied ones are
+    written once, under the first name.
 
     Args:
         model: a model of transformers, parallel or not, also after `fully_shard`.
@@ -193,7 +193,7 @@ def save_pretrained(model: Any, path: str | Path, max_shard_size: int | str = "5
     if not hasattr(model, "config") or hasattr(model, "peft_config"):
         raise UnsupportedError(
             f"{type(model).__name__} is not a model of transformers itself",
-            hint="of an adapter of peft, pass model.get_base_model()",
+            hint="for an adapter of peft, pass model.get_base_model()",
         )
     seen: set[int] = set()
     tensors: dict[str, torch.Tensor] = {}

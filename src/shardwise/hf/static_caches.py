@@ -18,9 +18,9 @@ _SEQUENCE = 2  # (samples, heads, tokens, features)
 
 
 def lay_out_static_caches() -> None:
-    """Wrap the function by which a static cache allocates its memory, if transformers is loaded; once.
+    """Wrap the function by which a static cache allocates its memory, once, if transformers is loaded.
 
-    It would make plain tensors of the global size on every rank. Caches of plain tensors are as before.
+    It would make plain tensors of the global size on every rank. Caches of plain tensors are unchanged.
     """
     caches: Any = sys.modules.get("transformers.cache_utils")
     if caches is not None and not hasattr(caches.StaticLayer.lazy_initialization, "__wrapped__"):

@@ -1,7 +1,7 @@
-"""The styles that plans of transformers name, as styles of this library: one table.
+"""The names of styles in plans of transformers, as styles of this library: one table.
 
-A plan gives the path of a module or of a parameter, and a name. On DTensors the layout of a parameter is all that
-matters: operators know the layouts of their operands. So names that describe communication alone do nothing here.
+A plan has the path of a module or of a parameter, and a name. On DTensors only the layout of a parameter matters:
+operators know the layouts of their operands. So names that describe only communication do nothing here.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["check_name", "is_silent", "layer_style", "parameter_placement"]
 
 _COLWISE = ColwiseParallel(use_local_output=False)
 _COLWISE_GATHERED = ColwiseParallel(output_layouts=Replicate(), use_local_output=False)
-# A plain tensor that a model computes is global here, also where the plan expects the output of a layer before.
+# A plain tensor in a model is global here, even if the plan expects the sharded output of another layer.
 _ROWWISE = RowwiseParallel(input_layouts=Replicate(), use_local_output=False)
 
 # For nn.Linear and nn.Embedding.
@@ -35,8 +35,8 @@ LAYERS: dict[str, ParallelStyle] = {
 }
 # For norms.
 SEQUENCE = {"sequence_parallel": SequenceParallel()}
-# For parameters that a plan names, and those of other modules: the dim to shard, counted from the last, and of how many
-# parts a tensor consists that were fused in it. Weights are (..., outputs, inputs).
+# For parameters that a plan names, and those of other modules: the dim to shard, counted from the last, and the number
+# of parts that are fused in it. Weights are (..., outputs, inputs).
 PARAMETERS: dict[str, tuple[int, int]] = {
     "colwise": (-2, 1),
     "colwise_gather_output": (-2, 1),
@@ -50,7 +50,7 @@ PARAMETERS: dict[str, tuple[int, int]] = {
     "packed_rowwise": (-1, 2),
 }
 EXPERTS = {"grouped_gemm"}  # parameters of experts, (experts, ...)
-# Communication alone, or layouts that are replicated.
+# Styles without an effect on layouts: communication, or replicated parameters.
 SILENT = {
     "all_reduce",
     "ep_dispatch_experts",
@@ -72,12 +72,12 @@ def check_name(name: object, path: str) -> str:
     near = difflib.get_close_matches(str(name), sorted(KNOWN), n=3)
     raise UnsupportedError(
         f"the plan's style {name!r} (for {path!r}) is not known",
-        hint=f"known are {', '.join(near or sorted(KNOWN))}; or give a ParallelStyle in its place",
+        hint=f"known styles are {', '.join(near or sorted(KNOWN))}; or pass a ParallelStyle",
     )
 
 
 def is_silent(name: str) -> bool:
-    """Whether a style leaves parameters replicated, so that nothing is to be done."""
+    """Whether a style has no effect: parameters stay replicated."""
     return name in SILENT
 
 

@@ -1,7 +1,7 @@
 """one_program and TrainerMixin: Accelerate and the Trainer of transformers under torchrun, on a parallel model.
 
-Both take processes for copies of one device, each with a model and a batch of its own. Here all processes run one
-program on one global model: the same batches, no DistributedDataParallel, and losses that are global already.
+Both treat processes as replicas, each with its own model and batch. Here all processes run one program on one global
+model: the same batches, no DistributedDataParallel, and global losses.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from shardwise.tensor import is_dtensor
 __all__ = ["TrainerMixin", "one_program"]
 
 Accelerator = TypeVar("Accelerator")
-OWN_WAYS = ("parallelism_config", "deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")  # of Accelerate
+# Settings of Accelerate's own parallelism.
+OWN_PARALLELISM = ("parallelism_config", "deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin")
 SAMPLING = ("random", "sequential", "group_by_length")  # the same order in every process
 STATES = "shardwise_states"  # beside the model in a checkpoint of the Trainer
 
@@ -32,10 +33,10 @@ STATES = "shardwise_states"  # beside the model in a checkpoint of the Trainer
 def one_program(accelerator: Accelerator) -> Accelerator:
     """Let an `Accelerator` treat all processes as one program, for a model of `parallelize` or `fully_shard`.
 
-    `prepare` then wraps no model in DistributedDataParallel, and loaders give every process the same, global batches:
-    `per_device` sizes are those of the global batch. `gather`, `reduce` and `pad_across_processes` give a tensor back
-    as it is, and the global tensor of a DTensor; so does `gather_for_metrics`, which cuts the last batch as Accelerate
-    does. `backward`, `clip_grad_norm_`, `autocast`, `print` and `is_main_process` are as they were.
+    `prepare` then wraps no model in DistributedDataParallel, and loaders give every process the same global batches:
+    `per_device` sizes are those of the global batch. `gather`, `reduce` and `pad_across_processes` return a plain
+    tensor unchanged, and the global tensor of a DTensor; so does `gather_for_metrics`, which cuts the last batch as
+    Accelerate does. `backward`, `clip_grad_norm_`, `autocast`, `print` and `is_main_process` are unchanged.
 
     Args:
         accelerator: an `accelerate.Accelerator`, before `prepare`.
@@ -48,10 +49,10 @@ def one_program(accelerator: Accelerator) -> Accelerator:
         >>> model, optimizer, loader = accelerator.prepare(model, optimizer, loader)  # doctest: +SKIP
     """
     given: Any = accelerator
-    if any(getattr(given.state, name, None) is not None for name in OWN_WAYS):
+    if any(getattr(given.state, name, None) is not None for name in OWN_PARALLELISM):
         raise UnsupportedError(
             "the Accelerator has its own parallelism_config, DeepSpeed or FSDP",
-            hint="leave these out: sw.hf.parallelize, shard_batch and sw.fully_shard say what is parallel",
+            hint="leave these out and use sw.hf.parallelize, shard_batch and sw.fully_shard instead",
         )
     given.__class__ = _one_program_class(type(given))
     return accelerator
@@ -59,23 +60,23 @@ def one_program(accelerator: Accelerator) -> Accelerator:
 
 @functools.cache
 def _one_program_class(base: Any) -> Any:
-    def as_it_is(self: Any, tensor: Any, *args: Any, **options: Any) -> Any:
+    def as_global(self: Any, tensor: Any, *args: Any, **options: Any) -> Any:
         return _global(tensor)
 
     def gather_for_metrics(self: Any, input_data: Any, use_gather_object: bool = False) -> Any:
-        # Accelerate cuts the last batch to the samples that are left. The Trainer counts on it: it repeats the loss of
-        # each batch by the size of a full one.
+        # Accelerate cuts the last batch to the remaining samples. The Trainer relies on it: it repeats the loss of each
+        # batch by the size of a full one.
         state = self.gradient_state
         found = _global(input_data)
         return _first_rows(found, state.remainder) if state.end_of_dataloader and state.remainder > 0 else found
 
     def prepare_model(self: Any, model: Any, *args: Any, **options: Any) -> Any:
-        # With evaluation_mode autocast and compilation alone are prepared.
+        # With evaluation_mode only autocast and compilation are prepared.
         return base.prepare_model(self, model, device_placement=False, evaluation_mode=True)
 
     def prepare_scheduler(self: Any, scheduler: Any) -> Any:
         prepared = base.prepare_scheduler(self, scheduler)
-        prepared.split_batches = True  # one step at a time, however many processes there are
+        prepared.split_batches = True  # one step at a time, for any number of processes
         return prepared
 
     return type(
@@ -87,10 +88,10 @@ def _one_program_class(base: Any) -> Any:
             "multi_device": property(lambda self: False),
             "prepare_model": prepare_model,
             "prepare_scheduler": prepare_scheduler,
-            "gather": as_it_is,
+            "gather": as_global,
             "gather_for_metrics": gather_for_metrics,
-            "reduce": as_it_is,
-            "pad_across_processes": as_it_is,
+            "reduce": as_global,
+            "pad_across_processes": as_global,
         },
     )
 
@@ -150,8 +151,8 @@ class TrainerMixin:
         sampling = getattr(self.args, "train_sampling_strategy", SAMPLING[0])
         if sampling not in SAMPLING:
             raise UnsupportedError(
-                f"train_sampling_strategy={sampling!r} gives each process other batches, and here all have the same",
-                hint=f"one of {', '.join(SAMPLING)}",
+                f"train_sampling_strategy={sampling!r} gives processes different batches; TrainerMixin needs the same",
+                hint=f"use one of {', '.join(SAMPLING)}",
             )
         self.args.average_tokens_across_devices = False  # the count of tokens is global
         super().create_accelerator_and_postprocess()  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,4 +1,4 @@
-"""The layouts that tensors get on another mesh: given for each, by pattern, by a function, or those of their axes."""
+"""The layouts of tensors on another mesh: given for each, by pattern, by a function, or by names of axes."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _spec(name: str, source: DTensorSpec, mesh: DeviceMesh, layout: Any, meta: T
         if spec.mesh is not mesh or spec.shape != source.shape:
             raise LayoutError(
                 f"layouts: {name!r} is {source}, and cannot become {spec} on {spec.mesh}",
-                hint=f"give a tensor of the same shape on {mesh}, or placements",
+                hint=f"pass a tensor of the same shape on {mesh}, or placements",
             )
         return spec.materialized().with_meta(meta)
     try:
@@ -95,7 +95,7 @@ def same_axes(name: str, source: DTensorSpec, mesh: DeviceMesh, meta: TensorMeta
     elif old.mesh_dim_names is None or mesh.mesh_dim_names is None:
         raise LayoutError(
             f"the axes of {old} and {mesh} cannot be matched by name, so the layout of {name!r} is not known",
-            hint="give layouts: placements for each tensor, a dict of patterns, or a function of name and spec",
+            hint="pass layouts: placements for each tensor, a dict of patterns, or a function of name and spec",
         )
     else:
         names = mesh.mesh_dim_names
@@ -107,7 +107,7 @@ def same_axes(name: str, source: DTensorSpec, mesh: DeviceMesh, meta: TensorMeta
             raise LayoutError(
                 f"{name!r} is {source}: {placement!r} is for {old.shape[axis]} ranks, and axis "
                 f"{mesh.axis_name(new)!r} of {mesh} has {mesh.shape[new]}",
-                hint=f"give its placements on the new mesh: layouts={{{name!r}: [...]}}",
+                hint=f"pass its placements on the new mesh: layouts={{{name!r}: [...]}}",
             )
         placements[new] = placement
     order = [tuple(to[axis] for axis in axes if axis in to) for axes in source.dim_axes]

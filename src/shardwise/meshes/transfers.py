@@ -1,6 +1,6 @@
-"""Whole states from one mesh to another: `transfer`, and a plan of it that is made once and run many times.
+"""States from one mesh to another: `transfer`, and its plan, which is made once and run many times.
 
-`plan/state_transfer` and `fabric/state_messages` compute which rank sends what; fabrics execute it.
+`plan/state_transfer` and `fabric/state_messages` compute the messages of each rank; fabrics execute them.
 """
 
 from __future__ import annotations
@@ -48,26 +48,26 @@ def transfer(
     links: DeviceMesh | None = None,
     progress: Progress | None = None,
 ) -> Any:
-    """A state on another mesh: every DTensor in it, each byte sent once and directly to the rank that needs it.
+    """Move every DTensor of a state to another mesh: each byte is sent once, directly to the rank that needs it.
 
-    Every rank of both meshes calls it with the same names and layouts. A rank that is not in the mesh of a tensor has
-    the tensor without elements, or passes its `DTensorSpec`. Ranks in neither mesh may call it, and do nothing. The
-    result is a copy without gradients. Values that are no DTensors are returned as they are.
+    Every rank of both meshes calls it with the same names and layouts. A rank that is not in the mesh of a tensor
+    passes the tensor without elements, or its `DTensorSpec`. Ranks in neither mesh may call it, and do nothing. The
+    result is a copy without gradients. Other values are returned unchanged.
 
     A tensor on a slice of a mesh (`mesh["dp"]`) is assumed to be the same in all slices.
 
     Args:
         state: a dict of DTensors; dicts, lists and tuples in it too.
-        mesh: where to.
+        mesh: the new mesh.
         layouts: the placements there: of all tensors; a dict by name or pattern (`"*.weight"`), whose values may also
-            be DTensors or specs on the new mesh; a function of name and spec; None where it has nothing to say. By
-            default each axis of the new mesh has the placement of the old axis of the same name.
-        dtype: of floating-point tensors afterwards; or a function of name and spec.
-        into: a state on the new mesh that is written to; its layouts and dtypes are taken.
+            be DTensors or specs on the new mesh; or a function of name and spec, which may return None. By default, and
+            for None, each axis of the new mesh has the placement of the old axis of the same name.
+        dtype: the new dtype of floating-point tensors; or a function of name and spec.
+        into: a state on the new mesh to write to; its layouts and dtypes are used.
         async_op: return a `PendingTransfer` at once. The state must not be written to before its `wait()`.
-        bucket_bytes: the memory for messages of a rank, at most.
-        links: a mesh over all ranks whose axes tell how near they are, by the cost model. By default the two meshes.
-        progress: called with the bytes that have passed through this process and those that will, after each bucket.
+        bucket_bytes: the memory limit for messages of a rank.
+        links: a mesh over all ranks whose axes define their distances, by the cost model. By default the two meshes.
+        progress: called after each bucket with the bytes sent and received so far by this process, and their total.
 
     Example:
         >>> import shardwise as sw
@@ -107,7 +107,9 @@ def transfer_plan(
         >>> synced = plan.run(state, into=synced)
     """
     if bucket_bytes < 1:
-        raise LayoutError(f"bucket_bytes={bucket_bytes}", hint="give the memory for messages in bytes, such as 2**26")
+        raise LayoutError(
+            f"transfer: bucket_bytes={bucket_bytes}", hint="pass the memory for messages in bytes, such as 2**26"
+        )
     if is_tracing():
         raise UnsupportedError(
             "a transfer between meshes cannot be compiled", hint="call it outside of the compiled function"
@@ -122,13 +124,13 @@ def transfer_plan(
 
 
 class TransferPlan:
-    """Who sends what to whom to move a state to another mesh. Made by `transfer_plan`, run many times.
+    """The messages that move a state to another mesh. Made by `transfer_plan`, run many times.
 
     Args:
         sources: the layout of each tensor now.
-        targets: its layout afterwards.
-        bucket_bytes: the memory for messages of a rank.
-        links: a mesh over all ranks whose axes tell how near they are.
+        targets: its layout after the transfer.
+        bucket_bytes: the memory limit for messages of a rank.
+        links: a mesh over all ranks whose axes define their distances.
     """
 
     def __init__(
@@ -145,11 +147,11 @@ class TransferPlan:
         for name, spec in self._old.items():
             check_reachable(spec, self._new[name].with_meta(spec.tensor_meta))
 
-    # ---------------------------------------------------------------- what it will do
+    # ---------------------------------------------------------------- costs
 
     @property
     def bytes(self) -> int:
-        """Bytes that all ranks send together: what the receivers lack, and no more."""
+        """Bytes that all ranks send in total: exactly the missing bytes of the receivers."""
         return sum(self.sent.values())
 
     @property
@@ -164,12 +166,12 @@ class TransferPlan:
 
     @property
     def buckets(self) -> int:
-        """How many times messages are packed and sent."""
+        """The number of buckets: messages are packed and sent bucket by bucket."""
         return len(self._transfer().buckets)
 
     @property
     def messages(self) -> int:
-        """Messages that all ranks send together."""
+        """Messages that all ranks send in total."""
         return sum(own.messages for own in self._ranks().values())
 
     @property
@@ -192,7 +194,7 @@ class TransferPlan:
         return _transfer_of(tuple(self._old.values()), tuple(self._new.values()), self._limit, self._links)
 
     def _ranks(self) -> dict[int, _Counts]:
-        """Counts of all ranks, for reports alone: a rank that runs the plan computes its own part only."""
+        """Counts of all ranks, only for reports: a rank that runs the plan computes only its own part."""
         transfer = self._transfer()
         found = {}
         for rank in transfer.ranks:
@@ -200,7 +202,7 @@ class TransferPlan:
             found[rank] = _Counts(own.sent, own.received, own.messages, own.staged)
         return found
 
-    # ---------------------------------------------------------------- doing it
+    # ---------------------------------------------------------------- running it
 
     def run(self, state: Any, *, into: Any = None, async_op: bool = False, progress: Progress | None = None) -> Any:
         """The state on the new mesh; a `PendingTransfer` with `async_op`. Arguments as in `transfer`.
@@ -223,7 +225,7 @@ class TransferPlan:
         return pending if async_op else pending.wait()
 
     def _checked_local(self, name: str, value: Any) -> torch.Tensor:
-        """The local of a tensor of the state, of which the plan knows the layout."""
+        """The local of a tensor of the state. Raises if its layout is not that of the plan."""
         known, spec = self.sources[name], _spec_of(value)
         if spec is not known:
             raise LayoutError(
@@ -248,7 +250,7 @@ class TransferPlan:
         return local
 
     def _result(self, name: str, given: Mapping[str, Any] | None) -> torch.Tensor:
-        """The new local of a tensor: new memory, or that of the tensor which is written to."""
+        """The new local of a tensor: new memory, or the local of a tensor of `into`."""
         spec = self.targets[name]
         fabric = fabric_of(spec.mesh)
         if given is None:
@@ -269,7 +271,7 @@ class TransferPlan:
             have = f"{found._spec} on {found._spec.mesh}" if isinstance(found, DTensor) else "no DTensor"
             raise LayoutError(
                 f"into[{name!r}] is {have}, and cannot be written to as {spec} on {spec.mesh}",
-                hint="give a state like the one that the plan returns without `into`",
+                hint="pass a state like the one that the plan returns without `into`",
             )
         return found._local_tensor
 
@@ -324,7 +326,7 @@ class PendingTransfer:
             self._progress(self.bytes_done, self.bytes)
 
     def wait(self) -> Any:
-        """The state, once all of this rank's messages have been sent and have arrived."""
+        """Wait for all messages of this rank, and return the state."""
         if not self._finished:
             self._wait()
             self._finished = True
@@ -341,7 +343,7 @@ class PendingTransfer:
         return with_values(self._state, moved)
 
     def _writes(self) -> list[tuple[int | None, int | None]]:
-        """How often each tensor and its local were written to: which of them counts depends on who writes."""
+        """The numbers of writes to each tensor and to its local: a write increments one of the two."""
         return [
             (writes_to(tensor) if isinstance(tensor, DTensor) else None, writes_to(local))
             for tensor, local in zip(self._tensors, self._locals, strict=True)
@@ -356,7 +358,7 @@ class PendingTransfer:
                 )
 
 
-# ---------------------------------------------------------------- plans and what fabrics make of them
+# ---------------------------------------------------------------- cached plans, and plans bound to fabrics
 
 
 class _BoundTransfer(NamedTuple):
@@ -369,7 +371,7 @@ class _BoundTransfer(NamedTuple):
 
 _plans: BoundedCache[tuple[Any, ...], StateTransfer] = BoundedCache(64)
 _runs: BoundedCache[tuple[Any, ...], _BoundTransfer] = BoundedCache(64)
-on_new_world.append(_runs.clear)  # they know groups
+on_new_world.append(_runs.clear)  # they refer to process groups
 on_new_model += [_plans.clear, _runs.clear]
 
 
@@ -404,7 +406,7 @@ def _bound(plan: TransferPlan) -> _BoundTransfer:
 
 
 def _route_of(transfer: StateTransfer) -> Route:
-    """The transfer as a route of one step, with what the first rank of the new mesh receives."""
+    """The transfer as a route of one step, with the received bytes of the first rank of the new mesh."""
     first, last = transfer.sources[0], transfer.targets[0]
     received = rank_transfer(transfer, last.mesh.grid_ranks[0]).received
     link = current_cost_model().link(last.mesh, ())
@@ -429,22 +431,22 @@ def _spec_of(value: Any) -> DTensorSpec | None:
 def _differing(name: str, spec: DTensorSpec) -> ShardwiseError:
     return AgreementError(
         f"{name!r} ({spec} on {spec.mesh}) differs between the slices of its mesh, so it is not one tensor",
-        hint="reduce or choose one first; a state holds one value of each tensor",
+        hint="reduce it, or choose one slice first; a state has one value of each tensor",
     )
 
 
 def _refuse_shared_memory(
     names: Sequence[str], locals_: Sequence[torch.Tensor], results: Sequence[torch.Tensor]
 ) -> None:
-    """A tensor that is read and written at once would be sent partly changed."""
+    """Raise if `into` shares memory with the state: a tensor would be sent partly changed."""
     for name, local, result in zip(names, locals_, results, strict=True):
         if not _memory(local).isdisjoint(_memory(result)):
             raise LayoutError(
                 f"{name!r} would be written to while it is read: `into` shares its memory",
-                hint="leave `into` out, or give tensors that do not share memory",
+                hint="leave out `into`, or pass tensors that do not share memory",
             )
 
 
 def _memory(local: torch.Tensor) -> set[int]:
-    """Where the elements of a local are."""
+    """The addresses of the storages of a local."""
     return {part.untyped_storage().data_ptr() for part in parts_of(local) if not part.is_meta and part.numel()}

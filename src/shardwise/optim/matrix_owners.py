@@ -37,16 +37,16 @@ def by_matrix(
     cost: Callable[[torch.Size], float] | None = None,
     batched: bool = False,
 ) -> list[torch.Tensor]:
-    """`function` of each of some matrices, in their layouts. It gets full matrices, as on one device.
+    """Apply a function of full matrices to distributed matrices; results have the layouts of the matrices.
 
-    Each matrix is computed once in the mesh. The work is balanced: matrices go to ranks by what they cost, the most
-    expensive first. All parts are sent in one exchange and come back in another. No derivatives.
+    Each matrix is computed once in the mesh. The work is balanced by the costs of the matrices, the most expensive
+    first. All parts are sent in one exchange, and results come back in another. No derivatives.
 
     Args:
         function: from a plain matrix to one of the same shape. It is called for the matrices that a rank owns.
-        matrices: 2-D DTensors in any layout. Of plain tensors every rank computes the function itself.
-        dtype: in which matrices are sent, given to the function, and returned; that of each matrix by default.
-        cost: of a matrix of this shape; by default that of a product with its own transpose.
+        matrices: 2-D DTensors in any layout. For plain tensors every rank computes the function itself.
+        dtype: the dtype in which matrices are sent, computed and returned; that of each matrix by default.
+        cost: the cost of a matrix of a shape; by default that of a product with its own transpose.
         batched: the function takes and returns a stack `[n, rows, columns]` of the matrices of one shape that a rank
             owns, and is called once for each shape.
 
@@ -78,7 +78,7 @@ def by_matrix(
 
 
 def _reduced(matrix: Any) -> Any:
-    """Without sums that wait for a reduction, and with an element for each index."""
+    """The matrix with every Partial reduced and broadcast dims materialized."""
     spec: DTensorSpec = matrix._spec
     if not spec.partial_axes and not spec.broadcast:
         return matrix
@@ -94,7 +94,7 @@ def _computed(
     cost: Callable[[torch.Size], float] | None,
     batched: bool,
 ) -> list[Any]:
-    """The results for DTensors of one mesh, which are sent in one dtype."""
+    """The results for DTensors of one mesh, sent in one dtype."""
     given = tuple([matrix._spec for matrix in matrices])
     costs = tuple([(cost or _cost)(spec.shape) for spec in given])
     plan = _plans.get((given, dtype, costs))
@@ -125,7 +125,7 @@ def _computed(
 
 
 def _dense(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """The layout of a matrix that is stored row by row, in another dtype."""
+    """The layout of a row-major copy in another dtype."""
     meta = spec.tensor_meta
     if meta.dtype is dtype and meta.is_contiguous:
         return spec
@@ -137,7 +137,7 @@ def _cost(shape: torch.Size) -> float:
 
 
 def _number(mesh: DeviceMesh, coordinate: Sequence[int]) -> int:
-    """The place of a coordinate among all of a mesh, the first axis major."""
+    """The row-major number of a coordinate in a mesh."""
     number = 0
     for index, size in zip(coordinate, mesh.shape, strict=True):
         number = number * size + index
@@ -162,20 +162,20 @@ def matrix_owners(costs: Sequence[float], ranks: int) -> list[int]:
 
 
 class Transfer(NamedTuple):
-    """A flat tensor of a block for each pair of ranks: before, senders hold their blocks; after, receivers do."""
+    """A flat tensor with a block for each pair of ranks: on the senders before, on the receivers after."""
 
     before: DTensorSpec
     after: DTensorSpec
 
 
 class Transfers(NamedTuple):
-    """Who owns which matrices, which parts of them ranks hold, and the two exchanges."""
+    """The owners of matrices, the local blocks of ranks, and the two exchanges."""
 
     specs: tuple[DTensorSpec, ...]
     owned: tuple[tuple[int, ...], ...]  # by each rank
     blocks: tuple[tuple[Block, ...], ...]  # of each matrix on each rank
-    sends: tuple[frozenset[int], ...]  # the ranks whose parts make up each matrix: of equal parts one
-    starts: tuple[tuple[int, ...], ...]  # where the part of each matrix begins in what each rank gets back
+    sends: tuple[frozenset[int], ...]  # the ranks whose blocks form each matrix: one of each group of replicas
+    starts: tuple[tuple[int, ...], ...]  # of each matrix and rank: the start of its block in the returned buffer
     gathering: Transfer
     returning: Transfer
 
@@ -186,7 +186,7 @@ class Transfers(NamedTuple):
     def compute(
         self, function: Callable[[torch.Tensor], torch.Tensor], owner: int, received: torch.Tensor, batched: bool
     ) -> torch.Tensor:
-        """All parts of the results of a rank's matrices, in the order of the ranks that hold them."""
+        """All blocks of the results of a rank's matrices, in the order of the receiving ranks."""
         mine = self.owned[owner]
         if not mine:
             return received.new_empty(0)
@@ -218,7 +218,7 @@ class Transfers(NamedTuple):
         return torch.cat([results[at][_indices(self.blocks[at][rank])].reshape(-1) for rank, at in pairs])
 
     def part_of(self, at: int, rank: int, received: torch.Tensor) -> torch.Tensor:
-        """A rank's part of the result of one matrix, of all that it receives."""
+        """A rank's block of the result of one matrix, from its received buffer."""
         start, shape = self.starts[at][rank], self.blocks[at][rank].shape
         return received[start : start + math.prod(shape)].view(shape).clone()
 
@@ -229,13 +229,13 @@ _plans: BoundedCache[tuple[Any, ...], Transfers] = BoundedCache(MAX_PLANS)
 def _check_shape(made: torch.Size, given: torch.Size) -> None:
     if made != given:
         raise LayoutError(
-            f"by_matrix: the function made {tuple(made)} of a matrix of {tuple(given)}",
+            f"by_matrix: the function returned {tuple(made)} for {tuple(given)}",
             hint="return a matrix of the same shape, or a stack of as many",
         )
 
 
 def _indices(block: Block) -> tuple[Any, ...]:
-    """The function that takes a block out of its tensor."""
+    """The index of a block in its tensor."""
     if all(len(runs) == 1 for runs in block.runs):
         return tuple([slice(runs[0].start, runs[0].start + runs[0].length) for runs in block.runs])
     each = [torch.cat([torch.arange(run.start, run.start + run.length) for run in runs]) for runs in block.runs]
@@ -255,29 +255,29 @@ def transfers(specs: tuple[DTensorSpec, ...], owners: Sequence[int]) -> Transfer
         ]
     )
 
-    held = np.array([[math.prod(block.shape) for block in of_ranks] for of_ranks in blocks])
+    counts = np.array([[math.prod(block.shape) for block in of_ranks] for of_ranks in blocks])
     order = list(itertools.chain.from_iterable(owned))
-    starts = np.empty_like(held)
-    starts[order] = np.cumsum(held[order], 0) - held[order]
+    starts = np.empty_like(counts)
+    starts[order] = np.cumsum(counts[order], 0) - counts[order]
     gathered, returned = (np.zeros((mesh.size(), mesh.size()), dtype=np.int64) for _ in range(2))
     for at, owner in enumerate(owners):
         senders = sorted(sends[at])
-        gathered[senders, owner] += held[at, senders]
-        returned[owner] += held[at]
+        gathered[senders, owner] += counts[at, senders]
+        returned[owner] += counts[at]
     dtype, flat = specs[0].tensor_meta.dtype, mesh.flatten()
     both = [_transfer(flat, sizes, dtype) for sizes in (gathered, returned)]
     return Transfers(specs, owned, blocks, sends, tuple(map(tuple, starts.tolist())), *both)
 
 
 def _is_nearest(spec: DTensorSpec, rank: Sequence[int], owner: Sequence[int]) -> bool:
-    """Whether this rank sends its part, of all that hold the same: the one next to the owner along replicated axes."""
+    """Whether this rank sends its block: of all replicas, the one at the owner's coordinate along replicated axes."""
     return all(
         rank[axis] == owner[axis] for axis, placement in enumerate(spec.placements) if isinstance(placement, Replicate)
     )
 
 
 def _transfer(flat: DeviceMesh, sizes: np.ndarray, dtype: torch.dtype) -> Transfer:
-    """An exchange in which each rank sends others so many elements: `sizes[sender, receiver]`.
+    """An exchange of `sizes[sender, receiver]` elements.
 
     Blocks are ordered by receiver, then by sender.
     """

@@ -61,7 +61,7 @@ class Muon(torch.optim.Muon):
     Momentum and parameters stay in their layouts. Each matrix is orthogonalized once in the mesh: ranks send their
     parts of the updates to owners in bfloat16, the dtype of Newton-Schulz, and get the results back. The work is
     balanced over the ranks by its multiplications, and an owner computes its matrices of one shape as a batch.
-    `torch.optim.Muon` itself is right on DTensors too, and communicates in each product.
+    `torch.optim.Muon` itself also gives the right values on DTensors, but communicates in each product.
 
     Example:
         >>> import shardwise as sw

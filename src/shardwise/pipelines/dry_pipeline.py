@@ -26,14 +26,14 @@ __all__ = ["PipelineEstimate", "StepRecorder", "local_memory"]
 
 
 class PipelineEstimate(NamedTuple):
-    """A step of a pipeline as a dry run models it.
+    """The time and memory of a step of a pipeline, modelled by a dry run.
 
     Args:
         timeline: when actions run.
         forward: seconds of a forward of each stage.
         backward: seconds of a backward of each stage, both parts.
-        stage_bytes: the most memory that each stage holds on a rank: parameters, gradients, activations.
-        rank_bytes: the most memory that a rank of each coordinate holds, of all its stages.
+        stage_bytes: the peak memory of each stage on a rank: parameters, gradients, activations.
+        rank_bytes: the peak memory of a rank at each coordinate, of all its stages.
     """
 
     timeline: Timeline
@@ -44,7 +44,7 @@ class PipelineEstimate(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Of a step, without the optimizer's."""
+        """The time of a step, without the optimizer."""
         return self.timeline.seconds
 
     @property
@@ -58,13 +58,13 @@ class PipelineEstimate(NamedTuple):
 
     def __str__(self) -> str:
         lines = [f"a step takes {self.seconds:.3g} s, ranks idle {self.bubble:.1%} of it"]
-        for stage, held in self.stage_bytes.items():
+        for stage, memory in self.stage_bytes.items():
             lines.append(
                 f"  stage {stage}: forward {self.forward[stage]:.3g} s, backward {self.backward[stage]:.3g} s, "
-                f"{human_bytes(held)}, {self.timeline.in_flight[stage]} microbatches at once"
+                f"{human_bytes(memory)}, {self.timeline.in_flight[stage]} microbatches at once"
             )
         most = max(self.rank_bytes.values())
-        return "\n".join([*lines, f"  a rank holds at most {human_bytes(most)}"])
+        return "\n".join([*lines, f"  peak memory of a rank: {human_bytes(most)}"])
 
 
 class _Flops(TorchDispatchMode):
@@ -89,24 +89,24 @@ class StepRecorder:
 
     Args:
         run: the dry run.
-        memory: what each stage holds before the step.
-        flops_per_second: of a rank.
+        memory: the bytes of each stage before the step.
+        flops_per_second: the speed of a rank.
     """
 
     def __init__(self, run: DryRun, memory: Mapping[int, int], flops_per_second: float) -> None:
         self._run, self._speed = run, flops_per_second
-        self._held, self._peak = dict(memory), dict(memory)
+        self._live, self._peak = dict(memory), dict(memory)
         self._homes: dict[int, int] = {}
         self._rank_peak: dict[int, int] = {}
         self._times: dict[tuple[str, int], list[float]] = {}
         self._sends: list[float] = []
-        self._sent = (0, 0.0)  # bytes that this action has given to another stage, seconds of it
+        self._sent = (0, 0.0)  # bytes that this action has sent to another stage, and the seconds for it
 
     def begin(self, table: Table) -> None:
-        """The table of the step."""
+        """Begin a step of a table."""
         self._homes = {action.stage: rank for rank, row in enumerate(table) for action in actions_of(row)}
         for stage, rank in self._homes.items():
-            self._rank_peak[rank] = self._rank_peak.get(rank, 0) + self._held[stage]
+            self._rank_peak[rank] = self._rank_peak.get(rank, 0) + self._live[stage]
 
     @contextmanager
     def action(self, action: Action) -> Iterator[None]:
@@ -118,18 +118,18 @@ class StepRecorder:
             yield
         inside = run.peak_bytes - before
         run.peak_bytes = max(run.peak_bytes, earlier)
-        self._peak[stage] = max(self._peak[stage], self._held[stage] + inside)
+        self._peak[stage] = max(self._peak[stage], self._live[stage] + inside)
         rank = self._homes[stage]
-        together = sum(held for other, held in self._held.items() if self._homes[other] == rank)
-        self._rank_peak[rank] = max(self._rank_peak[rank], together + inside)
+        total = sum(memory for other, memory in self._live.items() if self._homes[other] == rank)
+        self._rank_peak[rank] = max(self._rank_peak[rank], total + inside)
         given, sending = self._sent
-        self._held[stage] += run.live_bytes - before - given
+        self._live[stage] += run.live_bytes - before - given
         moved = sum(record.cost.seconds for record in run.steps[steps:]) - sending
         self._times.setdefault((action.kind, stage), []).append(flops.total / self._speed + moved)
 
     @contextmanager
     def send(self, receiver: int, mesh: DeviceMesh) -> Iterator[None]:
-        """Measure a message to another stage, on this mesh, which holds it from now on."""
+        """Measure a message to another stage on `mesh`; its memory counts there from now on."""
         before, steps = self._run.live_bytes, len(self._run.steps)
         yield
         size = self._run.live_bytes - before
@@ -138,8 +138,8 @@ class StepRecorder:
         else:  # of a plain tensor: each rank sends one message
             link = current_cost_model().link(mesh, ())
             seconds = link.alpha + size * link.beta
-        self._held[receiver] += size
-        self._peak[receiver] = max(self._peak[receiver], self._held[receiver])
+        self._live[receiver] += size
+        self._peak[receiver] = max(self._peak[receiver], self._live[receiver])
         recorded = sum(record.cost.seconds for record in self._run.steps[steps:])
         self._sent = self._sent[0] + size, self._sent[1] + recorded
         self._sends.append(seconds)
@@ -161,7 +161,7 @@ class StepRecorder:
 
 
 def local_memory(run: DryRun, stages: Mapping[int, nn.Module], given: Callable[[], Sequence[Any]]) -> dict[int, int]:
-    """The bytes that parameters and buffers of each stage take on a rank; plain ones are counted from now on.
+    """The bytes of parameters and buffers of each stage on a rank; plain ones are tracked by the dry run from now on.
 
     Args:
         run: the dry run.
@@ -175,7 +175,7 @@ def local_memory(run: DryRun, stages: Mapping[int, nn.Module], given: Callable[[
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
             if not local.is_meta:
                 raise UnsupportedError(
-                    f"stage {number} has values, so a step of it would be computed",
+                    f"dry_step: stage {number} has values, so its step would be computed",
                     hint="make the model inside torch.device('meta')",
                 )
             if not isinstance(tensor, DTensor):
@@ -185,6 +185,6 @@ def local_memory(run: DryRun, stages: Mapping[int, nn.Module], given: Callable[[
     for value in given():
         if isinstance(value, torch.Tensor) and not isinstance(value, DTensor):
             if not value.is_meta:
-                raise UnsupportedError("the batch has values", hint="make it inside torch.device('meta')")
+                raise UnsupportedError("dry_step: the batch has values", hint="make it inside torch.device('meta')")
             run.hold(value)
     return found

@@ -26,7 +26,7 @@ def draw_pipeline(timeline: Timeline, peak_bytes: Mapping[int, int] | None = Non
 
     Args:
         timeline: when actions run.
-        peak_bytes: the most memory of each stage, which is written beside it.
+        peak_bytes: the peak memory of each stage, to be written beside it.
 
     Example:
         >>> from shardwise.pipelines.pipeline_tables import pipeline_table

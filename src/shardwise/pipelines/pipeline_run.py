@@ -52,21 +52,22 @@ def pipeline(
 ) -> Pipeline:
     """A model cut into stages, each on its own ranks; microbatches go through them by a schedule.
 
-    Gradients of the microbatches are added up in the order of their numbers. A parameter that several stages have (tied
-    embeddings) becomes one on each of them; their gradients are added, in the order of the stages, after each step.
+    Gradients of the microbatches are added in the order of their numbers. A parameter that several stages share (tied
+    embeddings) becomes one parameter on each of them; after each step their gradients are added, in the order of the
+    stages.
 
     Args:
         model: an `nn.Sequential`, which is cut; or a list of modules, one for each stage. A stage that returns a tuple
             gives the next one several arguments.
         mesh: the axis of stages, `mesh["pp"]`: stage `s` is on the ranks with coordinate `s % ranks` there (in the
             shape of a V: 0, 1, ..., 1, 0), and has the other axes as its mesh. Or a list with a mesh for each stage.
-        split: the children (names or numbers) with which the second stage and those after it begin. "auto": such that
-            the most parameters of a stage are as few as can be.
+        split: the children (names or numbers) with which the second and later stages begin. "auto": the largest number
+            of parameters of a stage is as small as possible.
         schedule: "gpipe", "1f1b", "interleaved" (1F1B with several stages on each rank), "zb1p" (zero bubble), "zbv" or
             "dualpipev" (in the shape of a V, two stages on each rank).
         microbatches: the number of parts of a batch. The batch must divide evenly.
         stages_per_rank: for "interleaved" and "zb1p".
-        parallelize: called with each stage that is here, its mesh and its number, to lay it out:
+        parallelize: called with each stage of this process, its mesh and its number, to lay it out:
             `parallelize_module`, `fully_shard`, checkpointing of activations.
 
     Example:
@@ -88,7 +89,9 @@ def pipeline(
         meshes = list(mesh)
         ranks = len(meshes) // each
         if not meshes or len(meshes) % each:
-            raise LayoutError(f"{len(meshes)} meshes for {each} stages on each rank", hint="a mesh for each stage")
+            raise LayoutError(
+                f"pipeline: {len(meshes)} meshes for {each} stages on each rank", hint="pass a mesh for each stage"
+            )
         _check_meshes(meshes, stage_ranks(schedule, ranks, len(meshes)))
     table = pipeline_table(schedule, ranks, microbatches, each)
     stages = split_model(model, split, len(meshes))
@@ -98,7 +101,9 @@ def pipeline(
 def _stage_meshes(axis: DeviceMesh) -> list[DeviceMesh]:
     """For each coordinate of an axis the mesh of the other axes."""
     if axis.ndim != 1 or len(axis.axes[0]) != 1:
-        raise LayoutError(f"{axis} is no single axis of a mesh", hint='give the axis of stages, as in mesh["pp"]')
+        raise LayoutError(
+            f"pipeline: {axis} is not a single axis of a mesh", hint='pass the axis of stages, as in mesh["pp"]'
+        )
     at, names = axis.axes[0][0], axis.root.mesh_dim_names
     grid = np.asarray(axis.grid_ranks).reshape(axis.grid_shape)
     made = []
@@ -114,7 +119,9 @@ def _stage_meshes(axis: DeviceMesh) -> list[DeviceMesh]:
 def _check_meshes(meshes: Sequence[DeviceMesh], homes: Sequence[int]) -> None:
     for first, mesh in enumerate(meshes):
         if mesh.size() != mesh.grid_size or fabric_of(mesh) is not fabric_of(meshes[0]):
-            raise LayoutError(f"{mesh} cannot be the mesh of a stage", hint="give a mesh over the ranks of the stage")
+            raise LayoutError(
+                f"pipeline: {mesh} cannot be the mesh of a stage", hint="pass a mesh over the ranks of the stage"
+            )
         for second in range(first):
             shared = not set(mesh.grid_ranks).isdisjoint(meshes[second].grid_ranks)
             together = homes[first] == homes[second]
@@ -122,7 +129,7 @@ def _check_meshes(meshes: Sequence[DeviceMesh], homes: Sequence[int]) -> None:
                 raise LayoutError(
                     f"stages {second} and {first} {'share ranks' if shared else 'share no ranks'}: "
                     f"{meshes[second]} and {mesh}",
-                    hint=f"by this schedule stages are on meshes number {', '.join(map(str, homes))}",
+                    hint=f"by this schedule the stages are on ranks {', '.join(map(str, homes))} of the pipeline",
                 )
 
 
@@ -170,10 +177,10 @@ class Pipeline:
         self._steps = 0
         self._recorder: StepRecorder | None = None  # in a dry run
         self._tied: dict[int, dict[int, ValueMeta]] = {}
-        self._metas: dict[int, list[ValueMeta]] = {}  # of what each stage gives the next
+        self._metas: dict[int, list[ValueMeta]] = {}  # of the values that each stage sends to the next
         self._saved: dict[tuple[int, int], _Saved] = {}
-        self._sent: set[tuple[int, int]] = set()  # forwards in this process that the next stage has not taken
-        self._weights: dict[tuple[int, int], WeightPart] = {}  # of backwards of which this part is left
+        self._sent: set[tuple[int, int]] = set()  # forwards in this process that the next stage has not received
+        self._weights: dict[tuple[int, int], WeightPart] = {}  # the second parts of split backwards, not run yet
         self._rows = [list(actions_of(row)) for row in self.table]
 
     # ---------------------------------------------------------------- as a module
@@ -184,12 +191,12 @@ class Pipeline:
             yield from stage.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The same with their names in the model, if it was an `nn.Sequential`; else in their stage."""
+        """The parameters with their names in the model, if it was an `nn.Sequential`; else in their stage."""
         for stage in self.stages.values():
             yield from stage.named_parameters()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As that of a module."""
+        """Reset the gradients of the stages in this process, like `nn.Module.zero_grad`."""
         for stage in self.stages.values():
             stage.zero_grad(set_to_none)
 
@@ -208,17 +215,17 @@ class Pipeline:
     def dry_step(
         self, inputs: Any, target: Any, loss_function: Callable[[Any, Any], torch.Tensor], *, flops_per_second: float
     ) -> PipelineEstimate:
-        """A step inside `dry_run`: nothing is computed, and its time, idle time and memory are modelled.
+        """Model the time, idle time and memory of a step inside `dry_run`, without computing it.
 
         The time of an action is that of its matrix products, convolutions and attention at a given speed, and of its
-        collectives by the cost model; other operators count nothing. Memory is that of parameters, gradients and
-        activations; an optimizer's is not.
+        collectives by the cost model; other operators take no time. Memory includes parameters, gradients and
+        activations, but no optimizer state.
 
         Args:
             inputs: as in `step`, on the meshes of the dry run or on the meta device.
-            target: the same.
+            target: as in `step`, likewise.
             loss_function: as in `step`.
-            flops_per_second: what a rank computes.
+            flops_per_second: the speed of a rank.
 
         Example:
             >>> import shardwise as sw
@@ -256,8 +263,8 @@ class Pipeline:
         Args:
             inputs: of the first stage, a tensor or a tuple; only its ranks read them.
             target: only the ranks of the last stage read it.
-            loss_function: of the last stage's output and a target. The loss of a batch is the mean of those of its
-                microbatches, which is that of the batch where this is a mean.
+            loss_function: called with the last stage's output and a target; a mean over samples. The loss of a batch is
+                the mean of the losses of its microbatches.
 
         Returns:
             The loss on the ranks of the last stage, None elsewhere.
@@ -293,7 +300,7 @@ class Pipeline:
         return None if last not in self.stages else step.loss
 
     def _drop(self) -> None:
-        """A step has failed: forget what is under way."""
+        """Discard the state of a failed step."""
         self._saved.clear()
         self._weights.clear()
         self._sent.clear()
@@ -306,7 +313,7 @@ class Pipeline:
         return list(zip(*columns, strict=True))
 
     def _run_all(self, step: _Step, values: InProcess) -> None:
-        """The actions of all ranks, in turn, each as soon as what it needs is there."""
+        """Run the actions of all ranks in turn, each as soon as its inputs are available."""
         at = [0] * len(self._rows)
         while any(done < len(actions) for done, actions in zip(at, self._rows, strict=True)):
             before = list(at)
@@ -361,7 +368,7 @@ class Pipeline:
                 link.forget(f"{self._steps - 1}/{stage}")
 
     def _is_first(self, stage: int) -> bool:
-        """Whether this process has the first rank of a stage, which speaks for it."""
+        """Whether this process is the first rank of a stage, which publishes for it."""
         mesh = self.meshes[stage]
         return fabric_of(mesh).rank() == mesh.grid_ranks[0]
 
@@ -380,8 +387,10 @@ class Pipeline:
         outputs = list(result) if isinstance(result, tuple | list) else [result]
         metas = [ValueMeta.of(output) for output in outputs]
         if len(metas) > MOST_VALUES:
-            raise LayoutError(f"stage {stage} returns {len(metas)} values", hint=f"at most {MOST_VALUES} can go on")
-        self._tell_metas(stage, microbatch, metas)
+            raise LayoutError(
+                f"stage {stage} returns {len(metas)} values", hint=f"return at most {MOST_VALUES} from a stage"
+            )
+        self._publish_metas(stage, microbatch, metas)
         mesh, following = self.meshes[stage], self.meshes[stage + 1]
         for number, (output, meta) in enumerate(zip(outputs, metas, strict=True)):
             if meta.is_tensor:
@@ -431,7 +440,7 @@ class Pipeline:
         )
 
     def _output_gradients(self, stage: int, microbatch: int, outputs: list[Any]) -> tuple[list[Any], list[Any]]:
-        """The results of a forward that need gradients, and these."""
+        """The results of a forward that need gradients, and their gradients."""
         if stage == len(self.meshes) - 1:
             return outputs, [torch.ones_like(outputs[0])]
         metas, meshes = self._metas[stage], (self.meshes[stage + 1], self.meshes[stage])
@@ -444,10 +453,10 @@ class Pipeline:
         return roots, gradients
 
     def _key(self, kind: str, stage: int, microbatch: int, number: int) -> int:
-        """The tag of a message: of what arrives at a stage, for the forward or the backward of a microbatch."""
+        """The tag of a message to a stage, for the forward or the backward of a microbatch."""
         return ((stage * 2 + (kind == "B")) * self.microbatches + microbatch) * MOST_VALUES + number
 
-    def _tell_metas(self, stage: int, microbatch: int, metas: list[ValueMeta]) -> None:
+    def _publish_metas(self, stage: int, microbatch: int, metas: list[ValueMeta]) -> None:
         """Publish the shapes and layouts that a stage sends, once in a step: they are equal for all microbatches."""
         if microbatch == 0 or stage not in self._metas:
             self._metas[stage] = metas
@@ -455,7 +464,7 @@ class Pipeline:
                 self._link.publish(f"{self._steps}/{stage}", metas)
         elif self._metas[stage] != metas:
             raise LayoutError(
-                f"what stage {stage} returns differs between microbatches: {self._metas[stage]} and {metas}",
+                f"the outputs of stage {stage} differ between microbatches: {self._metas[stage]} and {metas}",
                 hint="microbatches must have equal shapes and layouts",
             )
 
@@ -467,7 +476,7 @@ class Pipeline:
     # ---------------------------------------------------------------- tied parameters
 
     def _add_tied_gradients(self) -> None:
-        """The gradient of a parameter that several stages have is the sum of theirs, on each of them."""
+        """Set the gradient of each tied parameter, on all of its stages, to the sum of their gradients."""
         for number, tie in enumerate(self._ties):
             own = [(stage, name) for stage, name in tie if stage in self.stages]
             parameters = {stage: self.stages[stage].get_parameter(name) for stage, name in own}
@@ -549,7 +558,7 @@ class _Step:
 def _microbatches(value: Any, count: int) -> Sequence[Any]:
     """Equal parts of a batch, consecutive rows of dim 0 in every layout: inputs and targets must have the same rows.
 
-    Parts of a sharded batch have its layout; its ranks exchange rows for that.
+    Parts of a sharded batch have its layout: ranks exchange rows.
     """
     if not isinstance(value, torch.Tensor) or not value.dim():
         return [value] * count

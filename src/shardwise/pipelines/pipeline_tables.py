@@ -1,7 +1,7 @@
 """Schedules of pipelines as data: for each rank the forwards and backwards of its stages, in order.
 
 Stage `s` is on rank `s % ranks`. In schedules in the shape of a V the second half of the stages goes back from the last
-rank to the first. A table says nothing about time or communication: an action waits for what it needs.
+rank to the first. A table has no times and no communication: an action waits for its inputs.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ SEVERAL_STAGES = frozenset({"interleaved", "zb1p"})
 
 
 def actions_of(row: Iterable[Action | Overlapped]) -> Iterator[Action]:
-    """The actions of a rank one by one: of an overlapped pair the forward first."""
+    """The actions of a rank one by one; an overlapped pair as forward, then backward."""
     for entry in row:
         if isinstance(entry, Action):
             yield entry
@@ -131,7 +131,7 @@ def _gpipe(ranks: int, microbatches: int, stages_per_rank: int) -> Table:
 
 
 def _one_forward_one_backward(ranks: int, microbatches: int, stages_per_rank: int) -> Table:
-    """As many forwards as there are stages from this one to the end, then a backward and a forward in turn."""
+    """A forward for each stage from this one to the last, then backwards and forwards in turn."""
     table: Table = []
     for rank in range(ranks):
         ahead = min(microbatches, ranks - rank)
@@ -145,7 +145,7 @@ def _one_forward_one_backward(ranks: int, microbatches: int, stages_per_rank: in
 
 
 def _interleaved(ranks: int, microbatches: int, stages_per_rank: int) -> Table:
-    """1F1B where each rank has several stages: microbatches go through them in rounds of as many as there are ranks."""
+    """1F1B with several stages on each rank: microbatches go through them in rounds of one for each rank."""
     table: Table = []
     for rank in range(ranks):
         forwards, backwards = _in_rounds(rank, ranks, microbatches, stages_per_rank, "B")
@@ -173,7 +173,7 @@ def _zero_bubble(ranks: int, microbatches: int, stages_per_rank: int) -> Table:
 
 
 def _width(ranks: int, microbatches: int) -> int:
-    """How many microbatches are in a round."""
+    """The number of microbatches in a round."""
     rounds = max(1, microbatches // ranks)
     if microbatches % rounds:
         raise LayoutError(
@@ -184,7 +184,7 @@ def _width(ranks: int, microbatches: int) -> int:
 
 
 def _ahead(ranks: int, microbatches: int, stages_per_rank: int) -> int:
-    """How many forwards the last rank runs before a backward can follow."""
+    """The number of forwards that the last rank runs before its first backward."""
     return (stages_per_rank - 1) * _width(ranks, microbatches)
 
 
@@ -200,18 +200,18 @@ def _in_rounds(rank: int, ranks: int, microbatches: int, each: int, kind: str) -
 
 
 class _VRow:
-    """The actions of a rank with a stage on the way down a V and one on the way up; microbatches in order.
+    """The actions of a rank with two stages of a V, one on each leg; microbatches in order.
 
     Args:
-        down: the stage on the way down, called 0 below.
-        up: the stage on the way up, called 1.
+        down: the stage on the first leg, called 0 below.
+        up: the stage on the second leg, called 1.
     """
 
     def __init__(self, down: int, up: int) -> None:
         self.actions: list[Action | Overlapped] = []
         self._stages = (down, up)
         self._counts: dict[str, int] = {}
-        self._split: list[Action] = []  # whose weights wait
+        self._split: list[Action] = []  # gradients of weights that are still to be computed
 
     def add(self, program: Sequence[str], times: int = 1) -> None:
         """Append steps: "F0", "I1", "B0", "W" (the oldest that waits), "W1", or an overlapped pair, "F0B1"."""
@@ -234,8 +234,8 @@ class _VRow:
 
 
 def _zbv(ranks: int, microbatches: int, stages_per_rank: int) -> Table:
-    """Zero bubble in the shape of a V: no rank waits, where forward and both parts of backward take equally long."""
-    count = max(microbatches, 2 * ranks - 1)  # fewer run as if there were as many
+    """Zero bubble in the shape of a V: no rank waits if forward and both parts of backward take equally long."""
+    count = max(microbatches, 2 * ranks - 1)  # for fewer microbatches, actions of missing ones are removed
     table: Table = []
     for rank in range(ranks):
         after = ranks - rank

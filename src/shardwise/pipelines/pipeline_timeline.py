@@ -1,4 +1,4 @@
-"""When each action of a schedule runs, given how long stages take: total time, idle time, microbatches in memory."""
+"""When each action of a schedule runs, given the times of stages: total time, idle time, microbatches in memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Timeline(NamedTuple):
 
     Args:
         ranks: the actions of each rank.
-        in_flight: for each stage the most microbatches whose activations it holds at once.
+        in_flight: for each stage the largest number of microbatches with activations in memory at once.
     """
 
     ranks: tuple[tuple[Span, ...], ...]
@@ -78,12 +78,12 @@ def timeline_of(
     weight: Times | None = None,
     overlap: float = 1.0,
 ) -> Timeline:
-    """When the actions of a table run, each as soon as its rank is free and what it needs is there.
+    """When the actions of a table run, each as soon as its rank is free and its inputs are available.
 
     Args:
         table: the actions of each rank.
         forward: seconds of a forward of each stage, or of all.
-        backward: the same of a backward.
+        backward: seconds of a backward of each stage, or of all.
         send: seconds from the end of an action until another rank has its result.
         weight: the part of a backward's seconds that gradients of weights take; half of it by default.
         overlap: seconds of an overlapped forward and backward, as a fraction of those of both.
@@ -100,40 +100,53 @@ def timeline_of(
         rank 1  .0011aA2aA2bBbccBCC
         idle 5.3%, forwards 0 to 9, backwards a to j, those of weights A to J (microbatch modulo 10)
     """
-    home = {action.stage: rank for rank, row in enumerate(table) for action in actions_of(row)}
-    last = max(home)
-
-    def seconds(action: Action) -> float:
-        if action.kind == "F":
-            return _of_stage(forward, action.stage)
-        time = _of_stage(backward, action.stage)
-        part = time / 2 if weight is None else _of_stage(weight, action.stage)
-        return {"B": time, "I": time - part, "W": part}[action.kind]
-
-    done: dict[tuple[str, int, int], float] = {}  # when results are there; those of "B" are those of "I"
-    spans: list[list[Span]] = [[] for _ in table]
+    simulation = _Simulation(table, forward, backward, weight, send, overlap)
     at = [0] * len(table)
     while any(position < len(row) for position, row in zip(at, table, strict=True)):
         before = list(at)
         for rank, row in enumerate(table):
-            while at[rank] < len(row):
-                entry = row[at[rank]]
-                actions = [entry] if isinstance(entry, Action) else list(entry)
-                needs = [need for action in actions for need in _needs(action, last)]
-                if not all(need in done for need in needs):
-                    break
-                ready = [done[need] + (send if home[need[1]] != rank else 0.0) for need in needs]
-                start = max([spans[rank][-1].stop if spans[rank] else 0.0, *ready])
-                share = overlap if isinstance(entry, Overlapped) else 1.0
-                stop = start + share * sum(map(seconds, actions))
-                for action in actions:
-                    end = stop if action is actions[-1] else start + share * seconds(action)
-                    spans[rank].append(Span(action, start, end))
-                    done[_result(action)] = stop
-                    start = end
+            while at[rank] < len(row) and simulation.run(rank, row[at[rank]]):
                 at[rank] += 1
         assert at != before, "a table in which every rank waits for another"
-    return Timeline(tuple(map(tuple, spans)), _in_flight(table))
+    return Timeline(tuple(map(tuple, simulation.spans)), _in_flight(table))
+
+
+class _Simulation:
+    """The actions that have run so far, and when their results are available."""
+
+    def __init__(
+        self, table: Table, forward: Times, backward: Times, weight: Times | None, send: float, overlap: float
+    ) -> None:
+        self.spans: list[list[Span]] = [[] for _ in table]  # of each rank
+        self._forward, self._backward, self._weight = forward, backward, weight
+        self._send, self._overlap = send, overlap
+        self._home = {action.stage: rank for rank, row in enumerate(table) for action in actions_of(row)}
+        self._last = max(self._home)
+        self._done: dict[tuple[str, int, int], float] = {}  # when results are available; "B" counts as "I"
+
+    def run(self, rank: int, entry: Action | Overlapped) -> bool:
+        """Run the next entry of a rank; False if its inputs are not available yet."""
+        actions = [entry] if isinstance(entry, Action) else list(entry)
+        needs = [need for action in actions for need in _needs(action, self._last)]
+        if not all(need in self._done for need in needs):
+            return False
+        ready = [self._done[need] + (self._send if self._home[need[1]] != rank else 0.0) for need in needs]
+        start = max([self.spans[rank][-1].stop if self.spans[rank] else 0.0, *ready])
+        share = self._overlap if isinstance(entry, Overlapped) else 1.0
+        stop = start + share * sum(map(self._seconds, actions))
+        for action in actions:
+            end = stop if action is actions[-1] else start + share * self._seconds(action)
+            self.spans[rank].append(Span(action, start, end))
+            self._done[_result(action)] = stop
+            start = end
+        return True
+
+    def _seconds(self, action: Action) -> float:
+        if action.kind == "F":
+            return _of_stage(self._forward, action.stage)
+        time = _of_stage(self._backward, action.stage)
+        part = time / 2 if self._weight is None else _of_stage(self._weight, action.stage)
+        return {"B": time, "I": time - part, "W": part}[action.kind]
 
 
 def _of_stage(times: Times, stage: int) -> float:
@@ -156,12 +169,12 @@ def _needs(action: Action, last: int) -> list[tuple[str, int, int]]:
 
 
 def _in_flight(table: Table) -> dict[int, int]:
-    """Activations are held from a forward to the end of its backward."""
+    """For each stage the largest number of microbatches in memory: from a forward to the end of its backward."""
     most: dict[int, int] = {}
     change = {"F": 1, "B": -1, "I": 0, "W": -1}
     for row in table:
-        held: dict[int, int] = {}
+        count: dict[int, int] = {}
         for action in actions_of(row):
-            held[action.stage] = held.get(action.stage, 0) + change[action.kind]
-            most[action.stage] = max(most.get(action.stage, 0), held[action.stage])
+            count[action.stage] = count.get(action.stage, 0) + change[action.kind]
+            most[action.stage] = max(most.get(action.stage, 0), count[action.stage])
     return dict(sorted(most.items()))

@@ -1,8 +1,8 @@
 """Backward in two parts: first the gradients of the inputs, later those of the weights.
 
-The graph is cut where operators that lead to an input meet what leads to weights alone. Part one runs the former and
-keeps what arrives at the cut; part two runs each operator at the cut once more, for its weights, and then the rest of
-backward from there. Both are backwards of autograd, so every node and every hook runs as in one.
+The graph is cut between operators that lead to an input and operators that lead only to weights. Part one runs the
+former and keeps the gradients that arrive at the cut. Part two runs each operator at the cut again, for its weights,
+and then backward from there. Both parts are backwards of autograd, so every node and every hook runs as usual.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _Edge = tuple[Any, int]  # a node of autograd and the number of its input
 def input_gradients(
     outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor | None], WeightPart]:
-    """The gradients of inputs, and the part of backward that is left.
+    """The gradients of inputs, and the rest of backward.
 
     Args:
         outputs: of a stage; each needs a gradient.
@@ -117,7 +117,7 @@ def _deferrer(rest: WeightPart, node: Any, edges: Sequence[tuple[int, _Edge]]) -
 
 
 class WeightPart:
-    """What is left of a backward whose inputs have their gradients."""
+    """The rest of a backward after the gradients of its inputs."""
 
     def __init__(self) -> None:
         self._edges: list[_Edge] = []
@@ -125,17 +125,17 @@ class WeightPart:
         self._deferred: list[tuple[Any, tuple[Any, ...], Sequence[tuple[int, _Edge]]]] = []
 
     def keep(self, edge: _Edge, gradient: Any) -> None:
-        """A gradient that is known at an edge to weights."""
+        """Keep a gradient at an edge to weights."""
         if gradient is not None:
             self._edges.append(edge)
             self._gradients.append(_fitting(gradient, edge))
 
     def defer(self, node: Any, gradients: tuple[Any, ...], edges: Sequence[tuple[int, _Edge]]) -> None:
-        """A node whose gradients along these of its edges are to be computed."""
+        """Compute the gradients of a node along `edges` later."""
         self._deferred.append((node, gradients, edges))
 
     def run(self) -> None:
-        """Add the gradients to those of the weights, with their hooks."""
+        """Accumulate the gradients of the weights, with their hooks."""
         deferred, self._deferred = self._deferred, []
         for wanted in _levels([edge for *_, edges in deferred for _, edge in edges]):
             parts = [(node, came, [e for e in edges if e[1] in wanted]) for node, came, edges in deferred]
@@ -174,7 +174,7 @@ def _levels(edges: Sequence[_Edge]) -> list[list[_Edge]]:
 
 
 def _fitting(gradient: torch.Tensor, edge: _Edge) -> torch.Tensor:
-    """A gradient as the engine hands it on: operators leave it to that to undo broadcasting and promotion."""
+    """A gradient in the shape and dtype of its edge. Operators leave it to autograd to undo broadcasting and casts."""
     meta = _metadata(*edge)
     if gradient.shape != torch.Size(meta.shape):
         gradient = gradient.sum_to_size(meta.shape)
@@ -207,10 +207,10 @@ class _Within(torch.autograd.Function):
 
 
 def _run_in_backward(work: Callable[[], None], edges: Sequence[_Edge]) -> None:
-    """Call a function inside a backward that asks for gradients along these edges alone.
+    """Call a function inside a backward that requests only the gradients along these edges.
 
-    Nodes that are called there compute no others. The edges only need to be known to the engine: they get zeros, which
-    go nowhere, since none of them leads to another, and no hook of a parameter sees them.
+    Nodes that are called there compute no others. The engine only needs to know the edges: they get zeros, which reach
+    no other edge and no hook of a parameter.
     """
     wanted = [GradientEdge(*edge) for edge in edges]
     metas = [_metadata(edge.node, edge.output_nr) for edge in wanted]
@@ -225,7 +225,7 @@ def _run_in_backward(work: Callable[[], None], edges: Sequence[_Edge]) -> None:
 
 @contextlib.contextmanager
 def _without_hooks(nodes: Sequence[Any]) -> Iterator[None]:
-    """The parameters among these have no hooks for a while."""
+    """Inside, parameters among the nodes have no hooks."""
     found = [getattr(getattr(node, "variable", None), "_backward_hooks", None) for node in nodes]
     hooks = [(known, dict(known)) for known in found if known]
     for known, _ in hooks:

@@ -12,11 +12,11 @@ from shardwise.errors import LayoutError
 
 __all__ = ["Tie", "split_model", "untie"]
 
-Tie = list[tuple[int, str]]  # the stages that have one parameter, and its names there
+Tie = list[tuple[int, str]]  # the stages that share a parameter, and its names there
 
 
 def split_model(model: nn.Module | Sequence[nn.Module], split: Any, stages: int) -> list[nn.Module]:
-    """The stages of a model: a `nn.Sequential` that is cut, or a list that has them.
+    """The stages of a model: an `nn.Sequential`, which is cut, or a list of stages.
 
     Args:
         model: the model.
@@ -41,7 +41,7 @@ def split_model(model: nn.Module | Sequence[nn.Module], split: Any, stages: int)
     if len(cuts) != stages + 1 or any(a >= b for a, b in itertools.pairwise(cuts)):
         raise LayoutError(
             f"split={split!r} does not cut {len(names)} modules into {stages} stages",
-            hint=f"name the {stages - 1} modules with which the second stage and those after it begin, in order",
+            hint=f"name the {stages - 1} modules with which the second and later stages begin, in order",
         )
     made = []
     for first, last in itertools.pairwise(cuts):
@@ -63,7 +63,7 @@ def _weight(module: nn.Module) -> int:
 
 
 def _balanced(weights: Sequence[int], stages: int) -> list[int]:
-    """Where to cut so that the heaviest of the stages is as light as can be; none is empty.
+    """The cuts that minimize the weight of the heaviest stage; no stage is empty.
 
     Example:
         >>> _balanced([4, 1, 1, 1, 3], 3)
@@ -89,7 +89,7 @@ def _balanced(weights: Sequence[int], stages: int) -> list[int]:
 
 
 def untie(stages: Sequence[nn.Module]) -> list[Tie]:
-    """Give each stage its own parameter where several have one, such as tied embeddings. Returns which they were."""
+    """Give each stage its own copy of parameters that several stages share (tied embeddings). Returns the ties."""
     places: dict[nn.Parameter, dict[int, list[str]]] = {}
     for number, stage in enumerate(stages):
         for name, parameter in stage.named_parameters(remove_duplicate=False):

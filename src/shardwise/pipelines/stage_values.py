@@ -1,7 +1,7 @@
-"""What goes from one stage to another: tensors of one mesh that become tensors of the next, and gradients back.
+"""Values between stages: tensors on one mesh become tensors on the next, and gradients go back.
 
-A DTensor keeps the placements of the axes whose names both meshes have. A plain tensor goes from each rank to the one
-at the same coordinate.
+A DTensor keeps the placements of axes with the same names in both meshes. A plain tensor goes from each rank to the
+rank at the same coordinate.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, tor
 class ValueMeta(NamedTuple):
     """A tensor without its values: its spec, or shape and dtype of a plain one; and whether it needs a gradient.
 
-    A value that is no tensor is its own description.
+    Other values are in `value`.
     """
 
     spec: DTensorSpec | None
@@ -42,12 +42,12 @@ class ValueMeta(NamedTuple):
 
     @property
     def is_tensor(self) -> bool:
-        """Whether there is something to send."""
+        """Whether the value is a tensor, which must be sent."""
         return self.dtype is not None
 
     @classmethod
     def of(cls, value: Any) -> ValueMeta:
-        """That of a value that a stage returns."""
+        """The description of an output of a stage."""
         if isinstance(value, CONSTANTS):
             return cls(None, (), None, False, value)
         if not isinstance(value, torch.Tensor):
@@ -78,11 +78,11 @@ class InProcess:
         self._kept[key] = _moved(value.detach(), old, new)
 
     def has(self, key: Any) -> bool:
-        """Whether it was sent."""
+        """Whether a value was sent and not received."""
         return key in self._kept
 
     def receive(self, key: Any, old: ValueMeta, new: ValueMeta, meshes: Any) -> torch.Tensor:
-        """What was sent."""
+        """The value that was sent."""
         return self._kept.pop(key)
 
     def drop(self) -> None:
@@ -161,8 +161,8 @@ class OverLink:
 def _check_plain(mine: DeviceMesh, other: DeviceMesh) -> None:
     if mine.shape != other.shape:
         raise LayoutError(
-            f"a plain tensor cannot go from {mine} to {other}, which has another shape: who gets which part is unknown",
-            hint="give the first stage a DTensor, so that layouts are known",
+            f"a plain tensor cannot go from {mine} to {other}, which has another shape: its layout is unknown",
+            hint="pass a DTensor to the first stage, so that layouts are known",
         )
 
 

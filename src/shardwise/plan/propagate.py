@@ -71,7 +71,7 @@ class OutputSharding:
     """The layouts of operands and results, and the rows of the rule that they come from.
 
     `exchange` replaces the operator: an exchange of rows if a dim whose indices change remains sharded, or by owner.
-    `halo` are the exchanges around the operator if a window slides over a sharded dim. `way` names the rule's
+    `halo` are the exchanges around the operator if a window slides over a sharded dim. `algorithm` names the rule's
     algorithm, "" for the operator itself on locals.
     """
 
@@ -81,12 +81,12 @@ class OutputSharding:
     rule: Rule
     exchange: RowExchange | OwnerExchange | None = None
     halo: HaloExchange | None = None
-    way: str = ""
+    algorithm: str = ""
 
     @property
     def factors(self) -> Factors | None:
         """The factors of the rule; None for rules that consider all axes at once."""
-        return None if self.rule.layouts is not None else self.rule.factors_by(self.way, self.call)
+        return None if self.rule.layouts is not None else self.rule.factors_by(self.algorithm, self.call)
 
     @property
     def exchanges(self) -> tuple[RowExchange, ...]:
@@ -119,7 +119,7 @@ class ShardingPropagator:
         return self._cost_model or current_cost_model()
 
     def propagate(
-        self, schema: OpSchema, results: tuple[TensorMeta, ...], pinned: tuple[int, ...] = (), way: str = ""
+        self, schema: OpSchema, results: tuple[TensorMeta, ...], pinned: tuple[int, ...] = (), algorithm: str = ""
     ) -> OutputSharding | None:
         """The layouts of operands and results, or None if no rule covers the call.
 
@@ -127,7 +127,7 @@ class ShardingPropagator:
             schema: the call.
             results: shape, stride and dtype of each result, as the operator gives them on one device.
             pinned: operands that are written to: they and the results must keep their layout.
-            way: the rule's algorithm to use.
+            algorithm: the rule's algorithm to use.
         """
         rule = schema.rule or find_rule(schema.op)
         if rule is None:
@@ -138,11 +138,11 @@ class ShardingPropagator:
             if laid_out is None or any(laid_out[0][i] is not schema.specs[i] for i in pinned):
                 return None
             return OutputSharding(*laid_out, call, rule)
-        factors = rule.factors_by(way, call) if way else rule.factors(call)
+        factors = rule.factors_by(algorithm, call) if algorithm else rule.factors(call)
         if factors is None:
             return None
         found = self._by_factors(schema, call, rule, factors, pinned)
-        return found if found is None or not way else replace(found, way=way)
+        return found if found is None or not algorithm else replace(found, algorithm=algorithm)
 
     def _by_factors(
         self, schema: OpSchema, call: Call, rule: Rule, factors: Factors, pinned: tuple[int, ...]
@@ -201,7 +201,7 @@ class ShardingPropagator:
         pinned: tuple[int, ...],
         halo: Halo | None = None,
     ) -> tuple[OutputSharding, list[Row]] | None:
-        """Rows for every axis, and the layouts that follow."""
+        """Rows for every axis, and the layouts that follow. Factors are narrowed until the rows fit together."""
         specs = schema.specs
         replicated_axes: frozenset[int] = frozenset()
         while True:
@@ -230,14 +230,9 @@ class ShardingPropagator:
                     continue
                 return OutputSharding(inputs, outputs, call, rule, by_owner), rows
             names = _exchanged(factors, inputs, outputs, halo) if factors.exchanged else []
-            if len(names) > 1 and halo is None:  # one dim at a time
-                factors = _not_exchanged(factors, frozenset(names[1:]))
-                continue
-            if names and any(spec.is_strided for spec in (*inputs, *outputs)):  # arrays do not express runs
-                factors = _not_exchanged(factors, factors.exchanged)
-                continue
-            if names and factors.reduce and any(_contributes(row) for row in rows):  # not both for one dim
-                factors = replace(factors, reduce={})
+            narrower = _narrower_exchange(factors, rows, names, (*inputs, *outputs), halo) if names else None
+            if narrower is not None:
+                factors = narrower
                 continue
             # a changed order of axes would move an operand that is written to
             if any(inputs[i] is not specs[i] for i in pinned):
@@ -404,6 +399,27 @@ class ShardingPropagator:
                 left += size
                 against += have is not want and isinstance(want, Partial)
         return seconds, left, against
+
+
+def _narrower_exchange(
+    factors: Factors, rows: Sequence[Row], names: Sequence[str], specs: Sequence[DTensorSpec], halo: Halo | None
+) -> Factors | None:
+    """Factors without an exchange of rows that cannot be executed; None if it can.
+
+    Args:
+        factors: the rule.
+        rows: the chosen row of each axis.
+        names: the factors along which ranks would exchange rows.
+        specs: the layouts of operands and results.
+        halo: if a window slides over the dims.
+    """
+    if len(names) > 1 and halo is None:  # one dim at a time
+        return _not_exchanged(factors, frozenset(names[1:]))
+    if any(spec.is_strided for spec in specs):  # arrays do not express runs
+        return _not_exchanged(factors, factors.exchanged)
+    if factors.reduce and any(_contributes(row) for row in rows):  # not both for one dim
+        return replace(factors, reduce={})
+    return None
 
 
 def _not_exchanged(factors: Factors, names: frozenset[str]) -> Factors:

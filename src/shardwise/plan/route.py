@@ -173,7 +173,7 @@ class DTensorRedistributePlanner:
         Given sizes may be new each time, so there is no search.
         """
         holds = target.local_bytes
-        if not along.received:  # every rank has what it gets
+        if not along.received:  # every rank has its part already
             return Route(source, target, (Slice(source, target),), (StepCost(0.0, 0.0, holds),))
         over = (along.axis,)
         seconds = links_of(self.cost_model, source.mesh).group(over).seconds(along.received)

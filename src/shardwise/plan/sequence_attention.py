@@ -32,7 +32,7 @@ from shardwise.plan.propagate import OpSchema, OutputSharding, ShardingPropagato
 from shardwise.plan.route import DTensorRedistributePlanner, Route, StepCost
 from shardwise.plan.row_exchange import row_exchange_route
 from shardwise.plan.step import ChosenRows, Rotate, RowExchange, Rows, Windowed
-from shardwise.rules.attention import KERNELS, WAYS
+from shardwise.rules.attention import ALGORITHMS, KERNELS
 from shardwise.rules.attention_blocks import MASKS, SEQUENCE, ScoreTile, joined, tiles
 from shardwise.rules.mask_reach import Blocks, Reach
 from shardwise.text import human_bytes, human_seconds
@@ -50,7 +50,7 @@ class AttentionChoice:
     """One algorithm for a call of attention.
 
     Args:
-        way: "ring", "gather", "heads", "halo" or "local".
+        algorithm: "ring", "gather", "heads", "halo" or "local".
         sharding: the layouts of operands and results.
         returns: the specs to which results are redistributed.
         pairs: which queries see which keys on which rank; None if a kernel gets complete sequences.
@@ -67,7 +67,7 @@ class AttentionChoice:
         far: the further keys that the queries of each rank along the axes see; none: no keys.
     """
 
-    way: str
+    algorithm: str
     sharding: OutputSharding
     returns: tuple[DTensorSpec, ...]
     pairs: Pairs | None
@@ -183,7 +183,7 @@ def choose_attention(
         "heads": functools.partial(_heads, causal=causal),
         "gather": functools.partial(_gather, causal=causal),
     }
-    found = {way: made for way in WAYS if (made := makers[way](schema, results)) is not None}
+    found = {name: made for name in ALGORITHMS if (made := makers[name](schema, results)) is not None}
     if not found:
         return None
     if (
@@ -195,19 +195,19 @@ def choose_attention(
     own = sum(spec.local_bytes for spec in specs)
     taken, reason = _cheapest(found, prefer, max_bytes, own)
     costs = ", ".join(
-        f"{way} {human_seconds(c.seconds)}, {human_bytes(c.received)} received and {human_bytes(c.held)} held"
-        for way, c in found.items()
+        f"{name} {human_seconds(c.seconds)}, {human_bytes(c.received)} received and {human_bytes(c.held)} held"
+        for name, c in found.items()
     )
     chosen = found[taken]
-    way = chosen.way if chosen.received else "local"
-    return replace(chosen, way=way, why=f"{way} ({reason}{costs})")
+    algorithm = chosen.algorithm if chosen.received else "local"
+    return replace(chosen, algorithm=algorithm, why=f"{algorithm} ({reason}{costs})")
 
 
 def _cheapest(
     found: Mapping[str, AttentionChoice], prefer: str | None, max_bytes: int | None, own: float
 ) -> tuple[str, str]:
     """The chosen algorithm, and the reason if it is not simply the cheapest; `own`: the bytes of a rank's operands."""
-    fitting = [way for way in found if max_bytes is None or found[way].held <= max_bytes]
+    fitting = [name for name in found if max_bytes is None or found[name].held <= max_bytes]
     if not fitting:
         smallest = math.ceil(min(choice.held for choice in found.values()))
         raise MemoryBoundError(
@@ -215,8 +215,8 @@ def _cheapest(
             hint=f"the smallest possible bound is {smallest:,} bytes",
             smallest=smallest,
         )
-    small = [way for way in fitting if way != "gather" or found[way].held <= GATHERED * own] or fitting
-    best = min(small, key=lambda way: found[way].seconds * (HELD if way == "gather" else 1.0))
+    small = [name for name in fitting if name != "gather" or found[name].held <= GATHERED * own] or fitting
+    best = min(small, key=lambda name: found[name].seconds * (HELD if name == "gather" else 1.0))
     if prefer is None:
         return best, "" if len(fitting) == len(found) else f"at most {human_bytes(max_bytes or 0)} held; "
     if prefer in fitting:
@@ -242,7 +242,7 @@ def _returns(schema: OpSchema, sharding: OutputSharding) -> tuple[DTensorSpec, .
 
 
 def _made(
-    way: str,
+    algorithm: str,
     schema: OpSchema,
     sharding: OutputSharding,
     pairs: Pairs | None = None,
@@ -256,7 +256,7 @@ def _made(
     routes = [planner.plan(have, want) for have, want in ends if have is not want]
     routes += [route for route in (rounds, back) if route is not None]
     seconds, received = sum(route.seconds for route in routes), sum(route.received for route in routes)
-    return AttentionChoice(way, sharding, returns, pairs, rounds, back, seconds, received, held)
+    return AttentionChoice(algorithm, sharding, returns, pairs, rounds, back, seconds, received, held)
 
 
 def _is_masked(schema: OpSchema, inputs: Mapping[str, DTensorSpec]) -> bool:
@@ -265,7 +265,7 @@ def _is_masked(schema: OpSchema, inputs: Mapping[str, DTensorSpec]) -> bool:
 
 
 def _heads(schema: OpSchema, results: tuple[TensorMeta, ...], causal: bool) -> AttentionChoice | None:
-    sharding = ShardingPropagator().propagate(schema, results, way="heads")
+    sharding = ShardingPropagator().propagate(schema, results, algorithm="heads")
     if sharding is None:
         return None
     moved = _named(schema, sharding.inputs)["query"]
@@ -301,7 +301,7 @@ def _gather(schema: OpSchema, results: tuple[TensorMeta, ...], causal: bool) -> 
         order = [entry for entry in given[name].shard_order if entry.dim != SEQUENCE]
         given[name] = given[name].with_placements(placements, order)
     gathered = OpSchema(schema.op, {**schema.arguments, **given}, tuple(given.values()))
-    sharding = ShardingPropagator().propagate(gathered, results, way="gather")
+    sharding = ShardingPropagator().propagate(gathered, results, algorithm="gather")
     if sharding is None:
         return None
     inputs = _named(schema, sharding.inputs)
@@ -316,7 +316,7 @@ def _gather(schema: OpSchema, results: tuple[TensorMeta, ...], causal: bool) -> 
 
 def _ring_layout(schema: OpSchema, results: tuple[TensorMeta, ...]) -> tuple[OutputSharding, Pairs, np.ndarray] | None:
     """Layouts, blocks, and the coordinates of one ring."""
-    sharding = ShardingPropagator().propagate(schema, results, way="ring")
+    sharding = ShardingPropagator().propagate(schema, results, algorithm="ring")
     if sharding is None:
         return None
     inputs = _named(schema, sharding.inputs)
@@ -354,7 +354,7 @@ def _ring(
     needed = _needed(pairs, line)
     rounds = _rotations(travelling, pairs.over, needed, forward=True)
     back = _rotations(travelling, pairs.over, needed, forward=False) if KERNELS[schema.op][1] else None
-    # the block that is computed with and the one that arrives; in the backward also what is added to their gradients
+    # the current block and the one that arrives; in the backward also the addends of their gradients
     blocks = (2 if rounds.steps else 0) * (2 if back is not None else 1)
     held = blocks * sum(float(spec.local_bytes) for spec in travelling)
     return _made("ring" if rounds.steps else "local", schema, sharding, pairs, rounds, back, held)
@@ -364,7 +364,7 @@ def _halo(
     schema: OpSchema, results: tuple[TensorMeta, ...], band: tuple[int, int], far: tuple[tuple[Run, ...], ...]
 ) -> AttentionChoice | None:
     """Queries, keys and values keep their layouts; a rank receives the further keys and values that its queries see."""
-    sharding = ShardingPropagator().propagate(schema, results, way="ring")
+    sharding = ShardingPropagator().propagate(schema, results, algorithm="ring")
     if sharding is None or schema.arguments.get("is_causal"):
         return None
     inputs = _named(schema, sharding.inputs)

@@ -122,5 +122,5 @@ def count_below(extents: Sequence[Extent], index: int) -> int:
     extent, inner = extents[0], extents[1:]
     at, rest = divmod(index, extent.stride)
     before = sum(min(max(at - run.start, 0), run.length) for run in extent.runs)
-    held = any(run.start <= at < run.start + run.length for run in extent.runs)
-    return before * math.prod(e.size for e in inner) + (count_below(inner, rest) if held and rest else 0)
+    inside = any(run.start <= at < run.start + run.length for run in extent.runs)
+    return before * math.prod(e.size for e in inner) + (count_below(inner, rest) if inside and rest else 0)

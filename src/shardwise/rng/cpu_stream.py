@@ -37,10 +37,10 @@ def draw(wanted: Draw, blocks: Sequence[Block], generator: torch.Generator | Non
     total = math.prod(wanted.shape)
     scratch = _scratch(wanted, min(total, BLOCK + ALIGNED))
     words = _words(wanted.op, wanted.numbers, wanted.dtype) if wanted.op in SLOW else 0
-    passed = torch.empty(words * BLOCK)
+    skipped = torch.empty(words * BLOCK)
     for begin, end in _spans(total):
-        if words and end - begin == BLOCK and not any(_holds(e, begin, end) for _, e in kept):
-            passed.uniform_(generator=generator)
+        if words and end - begin == BLOCK and not any(_overlaps(e, begin, end) for _, e in kept):
+            skipped.uniform_(generator=generator)
             continue
         drawn = wanted.op(scratch[: end - begin], *wanted.numbers, generator=generator)
         for part, extents in kept:
@@ -55,7 +55,7 @@ def draw(wanted: Draw, blocks: Sequence[Block], generator: torch.Generator | Non
     return parts
 
 
-def _holds(extents: tuple[Extent, ...], begin: int, end: int) -> bool:
+def _overlaps(extents: tuple[Extent, ...], begin: int, end: int) -> bool:
     """Whether a block contains any of these numbers of the stream."""
     return count_below(extents, begin) < count_below(extents, end)
 

@@ -1,7 +1,7 @@
 """Fused attention: batch and heads are parallel, queries too without a causal mask; keys must not be sharded.
 
-For a sharded sequence there are other ways (`WAYS`), among which `plan/sequence_attention.py` chooses. Calls with
-dropout have no rule here.
+`ALGORITHMS` attend to a sharded sequence; `plan/sequence_attention.py` chooses among them. Calls with dropout have no
+rule here.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ def operand_dims(name: str, meta: TensorMeta, scores: Sequence[int]) -> tuple[Di
 
 
 def attention(
-    *results: tuple[Dim, ...], unsharded: str = "", way: str = "", empty: bool = False
+    *results: tuple[Dim, ...], unsharded: str = "", algorithm: str = "", empty: bool = False
 ) -> Callable[[Call], Factors | None]:
     """The rule of an attention operator.
 
     Args:
         results: the factors of its first results. Others are states of the random generator.
         unsharded: further factors that must not be sharded.
-        way: how a sharded sequence is attended to: "ring": queries and keys are sharded by one factor; "gather":
-            queries are, whatever the mask; "heads": neither is; "": queries where the kernel alone can do it.
+        algorithm: which dims of a sequence may be sharded. "ring": queries and keys, by one factor. "gather": queries,
+            with any mask. "heads": neither. "": queries, unless the mask is causal.
         empty: whether local sequences may be empty.
     """
 
     def factors(call: Call) -> Factors | None:
         query, key = call["query"].shape, call["key"].shape
         of_bias = len(results) == 3 and len(call.results) == 4
-        if way in BY_BLOCKS and of_bias:  # blocks give no gradient of the mask
+        if algorithm in BY_BLOCKS and of_bias:  # blocks give no gradient of the mask
             return None
         if call.get("dropout_p") or call.get("return_debug_mask") or len(query) != 4 or query[0] != key[0]:
             return None
@@ -67,9 +67,9 @@ def attention(
             given.append(operands["attn_bias"])
             rest = range(0)
         tensors = tuple(operands.values())
-        if way == "ring":
+        if algorithm == "ring":
             tensors, given = tuple(map(_travelling, call.tensors, tensors)), [_one_sequence(dims) for dims in given]
-        stays = way == "heads" or (way == "" and call.get("is_causal"))
+        stays = algorithm == "heads" or (algorithm == "" and call.get("is_causal"))
         return Factors(
             tensors,
             (*given, *((None,) * len(call.results[i].shape) for i in rest)),
@@ -85,7 +85,7 @@ def attention(
 
 
 def _one_sequence(dims: tuple[Dim, ...]) -> tuple[Dim, ...]:
-    """The same with queries and keys sharded by one factor: each rank holds a block of both."""
+    """`dims` with one factor for queries and keys: each rank has a block of both."""
     return tuple("s" if name == "t" else name for name in dims)
 
 
@@ -141,9 +141,9 @@ def efficient(
     *,
     scale: float | None = None,
 ) -> Any:
-    """Memory-efficient attention on locals. Its sums, one for each query, are those of real queries, and always made.
+    """Memory-efficient attention on locals. It always returns one sum for each query.
 
-    The kernel has sums for a number of queries that is rounded up.
+    The kernel returns sums for a number of queries that is rounded up; the padding is cut off.
     """
     op = aten._scaled_dot_product_efficient_attention.default
     out, sums, *state = op(query, key, value, padded(attn_bias), True, dropout_p, is_causal, scale=scale)
@@ -161,10 +161,10 @@ def efficient_backward(
     *rest: Any,
     **named: Any,
 ) -> Any:
-    """The gradients of memory-efficient attention on locals. Of queries that do not exist nothing may count.
+    """The gradients of memory-efficient attention on locals. Sums are padded with infinity: padding adds nothing.
 
-    The kernel reads the output with the strides that it gives it, rows of all heads of a query together, whatever
-    strides the output has: another order gives other gradients, without an error.
+    The kernel assumes the strides of its own output, with the heads of a query adjacent. It does not check them:
+    another order gives wrong gradients.
     """
     backward = aten._scaled_dot_product_efficient_attention_backward.default
     out = out.transpose(1, 2).contiguous().transpose(1, 2)
@@ -176,14 +176,14 @@ READS = ("dropout_p",)
 ALIGNMENT = 16  # of the rows of a mask
 SUMS_ALIGNMENT = 32  # of the number of queries that the efficient kernel has sums for
 BY_BLOCKS = ("ring", "gather")
-WAYS = ("ring", "heads", "gather")  # by which a sharded sequence is attended to
-# The fused operators that blocks are computed with, and whether they are the gradient.
+ALGORITHMS = ("ring", "heads", "gather")  # for a sharded sequence
+# Fused operators that compute blocks, and whether each is a gradient.
 KERNELS: dict[Any, tuple[Kernel, bool]] = {}
 
 
-def ways_of(*results: tuple[Dim, ...], empty: bool) -> dict[str, Callable[[Call], Factors | None]]:
-    """The ways of an attention operator, by the factors of its results."""
-    return {way: attention(*results, way=way, empty=empty and way != "heads") for way in WAYS}
+def algorithms_of(*results: tuple[Dim, ...], empty: bool) -> dict[str, Callable[[Call], Factors | None]]:
+    """The algorithms of an attention operator, by the factors of its results."""
+    return {name: attention(*results, algorithm=name, empty=empty and name != "heads") for name in ALGORITHMS}
 
 
 for forward in (
@@ -198,7 +198,7 @@ for backward in (
 ):
     rule(backward, reads=READS, local_op=in_rows(backward), localize=local_length)(attention(QUERY, KEY, VALUE))
 
-# ---------------------------------------------------------------- kernels that sequences are attended to block by block
+# ---------------------------------------------------------------- kernels on one block of a sequence
 
 on_cpu = in_rows(aten._scaled_dot_product_flash_attention_for_cpu.default)
 on_cpu_backward = in_rows(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
@@ -242,7 +242,7 @@ def efficient_block(query: Any, key: Any, value: Any, mask: Any, causal: bool, s
 def efficient_block_backward(
     grad_out: Any, query: Any, key: Any, value: Any, out: Any, lse: Any, mask: Any, causal: bool, given: Any
 ) -> Any:
-    """The gradients of a block by that kernel."""
+    """The gradients of a block on a GPU, by the kernel that takes masks."""
     random = (given["philox_seed"], given["philox_offset"])
     wanted = [True, True, True, False]
     options = (0.0, wanted, causal)
@@ -253,22 +253,22 @@ def efficient_block_backward(
 
 CPU, GPU = BlockKernel(cpu_block, cpu_block_backward), BlockKernel(flash_block, flash_block_backward)
 MASKED = BlockKernel(efficient_block, efficient_block_backward)
-for op, run, kernel, meta in (
+for op, local_op, kernel, meta in (
     (aten._scaled_dot_product_flash_attention_for_cpu.default, on_cpu, CPU, None),
     (aten._scaled_dot_product_flash_attention.default, flash, GPU, None),
     (aten._scaled_dot_product_efficient_attention.default, in_rows(efficient), MASKED, efficient),
 ):
-    ways = ways_of(OUT, SUMS, empty=kernel is CPU)
-    rule(op, reads=READS, local_op=run, meta_op=meta, ways=ways)(attention(OUT, SUMS))
+    algorithms = algorithms_of(OUT, SUMS, empty=kernel is CPU)
+    rule(op, reads=READS, local_op=local_op, meta_op=meta, algorithms=algorithms)(attention(OUT, SUMS))
     KERNELS[op] = kernel, False
 
 efficient_gradient = in_rows(efficient_backward)
-for op, run, kernel, patch in (
+for op, local_op, kernel, localize in (
     (aten._scaled_dot_product_flash_attention_for_cpu_backward.default, on_cpu_backward, CPU, None),
     (aten._scaled_dot_product_flash_attention_backward.default, flash_backward, GPU, local_length),
     (aten._scaled_dot_product_efficient_attention_backward.default, efficient_gradient, MASKED, None),
 ):
     of_each = (QUERY, KEY, VALUE)
-    ways = ways_of(*of_each, empty=kernel is CPU)
-    rule(op, reads=READS, local_op=run, localize=patch, ways=ways)(attention(*of_each))
+    algorithms = algorithms_of(*of_each, empty=kernel is CPU)
+    rule(op, reads=READS, local_op=local_op, localize=localize, algorithms=algorithms)(attention(*of_each))
     KERNELS[op] = kernel, True

@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 SEQUENCE = 2  # the dim of queries, keys and values
-MASKS = ("attn_mask", "attn_bias")  # the names by which operators have a mask
+MASKS = ("attn_mask", "attn_bias")  # names of the mask argument
 
 
 class ScoreTile(NamedTuple):
@@ -87,8 +87,7 @@ def tiles(rows: int, columns: int, offset: int | None) -> list[ScoreTile]:
 
 
 def joined(tiles: Sequence[ScoreTile], masked: bool) -> list[ScoreTile]:
-    """The same tiles, neighbours that are rectangles made one: by rows, and by columns; of those that are masked only
-    if their keys follow each other.
+    """Merge adjacent rectangles along rows and columns. Masked ones are merged only if their keys are consecutive.
 
     Example:
         >>> left, right = ScoreTile(0, 4, 0, 2, False, 0), ScoreTile(0, 4, 2, 2, False, 6)
@@ -119,7 +118,7 @@ def wide_dtype(query: torch.Tensor) -> torch.dtype:
 
 @runtime_checkable
 class Kernel(Protocol):
-    """How blocks are computed: what is kept of one block of queries while blocks of keys are added to it."""
+    """Computes blocks: its results accumulate blocks of keys for one block of queries."""
 
     @property
     def by_position(self) -> bool:
@@ -202,7 +201,7 @@ def far_tiles(
     Args:
         start: the position of the first query.
         rows: the number of queries.
-        far: runs of keys, which are local one after the other: the first of each, and their number.
+        far: runs of keys as (first key, number of keys). The local keys are these runs, concatenated.
         keys: the number of all keys.
         band: that of `band_tiles`.
 
@@ -268,7 +267,7 @@ class ForwardBlocks:
 
 
 class FusedForward(ForwardBlocks):
-    """The same by a fused kernel."""
+    """`ForwardBlocks` by a fused kernel."""
 
     def __init__(self, kernel: BlockKernel, arguments: Mapping[str, Any]) -> None:
         super().__init__(arguments)
@@ -292,7 +291,7 @@ def _without_dead_rows(mask: torch.Tensor, out: torch.Tensor, lse: torch.Tensor)
 
 
 class BackwardBlocks:
-    """The gradients of one block of queries, and of the blocks of keys it is shown."""
+    """The gradients of one block of queries, and of the blocks of keys added to it."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.arguments = arguments
@@ -306,11 +305,11 @@ class BackwardBlocks:
     def block_gradients(
         self, tile: ScoreTile, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What a tile adds to the gradients of its queries, keys and values."""
+        """The contribution of a tile to the gradients of its queries, keys and values."""
         raise NotImplementedError
 
     def add(self, key: torch.Tensor, value: torch.Tensor, found: list[ScoreTile]) -> tuple[torch.Tensor, torch.Tensor]:
-        """What this block of queries adds to the gradients of a block of keys and values; its own are kept."""
+        """The contribution to the gradients of a block of keys and values; those of queries are accumulated."""
         grads: list[torch.Tensor] | None = None
         for tile in found:
             key_, value_ = tile.of_columns(key), tile.of_columns(value)
@@ -330,7 +329,7 @@ class BackwardBlocks:
 
 
 class FusedBackward(BackwardBlocks):
-    """The same by a fused kernel."""
+    """`BackwardBlocks` by a fused kernel."""
 
     def __init__(self, kernel: BlockKernel, arguments: Mapping[str, Any]) -> None:
         super().__init__(arguments)
@@ -339,7 +338,7 @@ class FusedBackward(BackwardBlocks):
     def block_gradients(
         self, tile: ScoreTile, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What a tile adds to the gradients of its queries, keys and values."""
+        """The contribution of a tile to the gradients of its queries, keys and values."""
         grad_out, query, out, lse = (tile.of_rows(x) for x in (self.grad_out, self.query, self.out, self.lse))
         mask = part_of(self.mask, tile)
         return self.kernel.differentiate(grad_out, query, key, value, out, lse, mask, tile.causal, self.arguments)

@@ -54,12 +54,12 @@ def _to_front(placement: Placement) -> Placement:
     aten.native_batch_norm.default, aten._native_batch_norm_legit.default, aten._native_batch_norm_legit.no_stats
 )
 def batch_norm(call: Call, specs: Sequence[DTensorSpec]) -> tuple[Specs, Specs] | None:
-    """Channel by channel, in training: without it the operator is only a few pointwise ones."""
+    """Channel by channel, in training. In evaluation the operator is decomposed into pointwise ones."""
     return on_channels(call, specs) if call["training"] else None
 
 
 def backward_on_meta(*args: Any) -> tuple[Any, ...]:
-    """The requested gradients. The meta function of torch always gives that of the input, which kernels do not."""
+    """The requested gradients. torch's meta function always returns the gradient of the input; kernels do not."""
     gradients = aten.native_batch_norm_backward.default(*args)
     return tuple(each if wanted else None for each, wanted in zip(gradients, args[-1], strict=True))
 

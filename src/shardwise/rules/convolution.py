@@ -35,7 +35,7 @@ def channels(call: Call) -> tuple[Dim, Dim, Dim, Dim]:
 
 
 def conv_dims(call: Call) -> tuple[tuple[Dim, ...], tuple[Dim, ...], tuple[Dim, ...], tuple[Dim, ...]] | None:
-    """The factors of input, weight, bias and output; None for shapes that have no batches, or nothing in them."""
+    """The factors of input, weight, bias and output; None for shapes without a batch dim or without elements."""
     given, weight = call["input"].shape, call["weight"].shape
     if len(given) != len(weight) or len(given) < 3 or 0 in (*given, *weight):
         return None
@@ -59,7 +59,7 @@ def local_conv(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate
 
 
 def conv_windows(call: Call) -> dict[str, Window]:
-    """By factor, the rows of the input that a row of the output reads; of a transposed convolution, the other way."""
+    """By factor, the rows of the input that a row of the output reads; input and output are swapped if transposed."""
     kernel = call["weight"].shape[2:]
     stride, padding, dilation = (call[name] for name in ("stride", "padding", "dilation"))
     return {
@@ -68,7 +68,7 @@ def conv_windows(call: Call) -> dict[str, Window]:
 
 
 def conv_halo(call: Call) -> Halo:
-    """The output is computed from windows of the input; of a transposed convolution windows of it are added up."""
+    """The output is computed from windows of the input. A transposed convolution adds up windows of the output."""
     if not call["transposed"]:
         return Halo(conv_windows(call), conv_of_windows, reads=(0,))
     last = {} if call["bias"] is None else {0: plus_bias}  # not once for each window that a row is in
@@ -76,7 +76,7 @@ def conv_halo(call: Call) -> Halo:
 
 
 def conv_backward_halo(call: Call) -> Halo:
-    """The gradient of the input is made of windows, or from windows of that of the output if it is transposed."""
+    """The gradient of the input is a sum of windows; if transposed, it is computed from windows of the output's."""
     into, weight, bias = call["output_mask"]
     if not call["transposed"]:
         reads = (1,) if weight else ()  # else only the size of the input is read
@@ -146,7 +146,7 @@ def plus_bias(made: torch.Tensor, input: torch.Tensor, weight: torch.Tensor, bia
 
 
 def sum_for_bias(made: torch.Tensor, grad_output: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
-    """The gradient of the bias, of a rank's own part of the output: windows would count rows several times."""
+    """The gradient of the bias, from the rank's own rows of the output: windows would count rows several times."""
     return grad_output.sum((0, *range(2, grad_output.dim())))
 
 
@@ -212,7 +212,7 @@ def convolution_backward(call: Call) -> Factors | None:
 
 
 def _saved_sum(asked: Sequence[Any], dims: Sequence[Any], operand: int, result: int) -> Row:
-    """Where input or weight, the operand, is a sum: one gradient is linear in it, the others do not read it."""
+    """The row for a Partial input or weight (`operand`): one gradient is linear in it, the others do not read it."""
     inputs = tuple(SUM if i == operand else REPLICATE for i in range(3))
     return Row(inputs, tuple(SUM if given is dims[result] else REPLICATE for given in asked))
 
@@ -229,7 +229,7 @@ def grid_sampler_backward(call: Call) -> Factors | None:
     space = "dhw"[5 - len(call["input"].shape) :]
     image: tuple[Dim, ...] = ("b", "c", *((None,) * len(space)))
     grid: tuple[Dim, ...] = ("b", *space, None)
-    # kernels give the gradient of the grid also where it is not asked for
+    # kernels return the gradient of the grid even if it is not requested
     results = (image, grid) if call["output_mask"][0] else (grid,)
     if len(results) != len(call.results):
         return None
@@ -239,7 +239,7 @@ def grid_sampler_backward(call: Call) -> Factors | None:
 
 @rule(aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default)
 def fractional_max_pool(call: Call) -> Factors | None:
-    """Windows at places that are given for each channel."""
+    """Windows at the positions given for each channel."""
     if len(call["random_samples"].shape) != 3 or len(call["self"].shape) != len(call["kernel_size"]) + 2:
         return None
     image: tuple[Dim, ...] = ("b", "c", *((None,) * len(call["kernel_size"])))

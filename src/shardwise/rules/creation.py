@@ -62,7 +62,7 @@ layout_rule(
 
 
 def overwritten(call: Call, kinds: Sequence[Partial]) -> Factors:
-    """The factors of an operator that writes one number everywhere: Partial is kept if that is its own reduction."""
+    """The factors of an operator that writes one number everywhere. `kinds` are Partials that reduce it to itself."""
     stays = alike(len(call.operands), (0,), len(call.results), kinds)
     return Factors(*broadcast(call), rows=stays)
 
@@ -81,12 +81,12 @@ def fill_in_place(call: Call) -> Factors:
 
 @layout_rule(aten.fill.Scalar)
 def fill(call: Call, specs: Sequence[DTensorSpec]) -> Layouts:
-    """A number everywhere, whatever was there."""
+    """A number in every element; the old values are not read."""
     return tuple(specs), (like(specs[0], call.results[0]),)
 
 
 @layout_rule(aten.fill.Tensor)
 def fill_tensor(call: Call, specs: Sequence[DTensorSpec]) -> Layouts:
-    """The number of a tensor without dims everywhere, whatever was there."""
+    """The value of a scalar tensor in every element; the old values are not read."""
     value = like(specs[1], specs[1].tensor_meta)
     return (specs[0], value), (like(specs[0], call.results[0]),)

@@ -38,7 +38,7 @@ def moved(operand: Sequence[Dim], result: Sequence[Dim], **more: Any) -> Factors
 
 
 def along(call: Call, dims: Iterable[int], **facts: Any) -> Factors:
-    """The factors of an operator that works along some dims and leaves the others, and their number, as they are."""
+    """The factors of an operator that works along some dims and keeps the shape. Those dims must not be sharded."""
     ndim = len(call.operands[0].shape)
     own = tuple(kept(ndim, [wrapped(dim, ndim) for dim in dims]))
     return Factors((own,) * len(call.operands), (own,) * len(call.results), **facts)

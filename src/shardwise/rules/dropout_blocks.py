@@ -52,7 +52,7 @@ class DropoutFunctions(FlexFunctions):
         return of_scores, []
 
     def _part(self, *indices: Any) -> torch.Tensor | None:
-        """The part of the mask for some samples, heads, queries and keys; what is equal for all stays one."""
+        """The part of the mask for some samples, heads, queries and keys. Broadcast dims keep size one."""
         if self.bias is None:
             return None
         part = self.bias

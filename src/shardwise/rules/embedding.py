@@ -28,7 +28,7 @@ def index_dims(call: Call) -> tuple[Dim, ...]:
     return tuple(f"i{d}" for d in range(len(call["indices"].shape)))
 
 
-def held_rows(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate) -> Mapping[str, Any]:
+def local_table_rows(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate) -> Mapping[str, Any]:
     """The global index of the first local row, and the global number of rows."""
     table = inputs[0]
     return {"begin": table.global_offset(coordinate)[0], "rows": table.shape[0]} if table.dim_axes[0] else {}
@@ -51,17 +51,17 @@ def look_up(
     return zero_missing(aten.embedding.default(weight, local_rows(indices, missing, begin)), missing)
 
 
-def missing_rows(indices: torch.Tensor, begin: int, held: int, rows: int) -> torch.Tensor:
+def missing_rows(indices: torch.Tensor, begin: int, count: int, rows: int) -> torch.Tensor:
     """For each index whether its row is on another rank.
 
     Args:
         indices: global row numbers.
         begin: the first local row.
-        held: the number of local rows.
+        count: the number of local rows.
         rows: the number of rows of the table.
     """
     assert_async(((indices >= 0) & (indices < rows)).all(), f"an index is not in the table of {rows} rows")
-    return (indices < begin) | (indices >= begin + held)
+    return (indices < begin) | (indices >= begin + count)
 
 
 def local_rows(indices: torch.Tensor, missing: torch.Tensor, begin: int) -> torch.Tensor:
@@ -70,11 +70,11 @@ def local_rows(indices: torch.Tensor, missing: torch.Tensor, begin: int) -> torc
 
 
 def zero_missing(found: torch.Tensor, missing: torch.Tensor) -> torch.Tensor:
-    """Zeros in place of missing rows. Gradients of these are not used."""
+    """Zeros in place of missing rows. Their gradients are not used."""
     return found.masked_fill_(missing.unsqueeze(-1), 0)
 
 
-@rule(aten.embedding.default, localize=held_rows, local_op=look_up, program=owner_programs.embedding)
+@rule(aten.embedding.default, localize=local_table_rows, local_op=look_up, program=owner_programs.embedding)
 def embedding(call: Call) -> Factors:
     """Rows of a table, a row for each index."""
     own = index_dims(call)
@@ -84,7 +84,7 @@ def embedding(call: Call) -> Factors:
     return Factors(operands, (result,), unsharded=frozenset("v"), linear=((0,),), rows=(masked,), owned=asked)
 
 
-def held_gradients(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate) -> Mapping[str, Any]:
+def local_gradient_rows(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate) -> Mapping[str, Any]:
     """The global index of the first local row of the gradient, and the number of local rows."""
     table = outputs[0]
     return (
@@ -104,7 +104,7 @@ def add_rows(
     begin: int | None = None,
     length: int = 0,
 ) -> torch.Tensor:
-    """Gradients added to the local rows of a table; those of other ranks' rows go to a spare row."""
+    """Add gradients to the local rows of a table; gradients of other ranks' rows go to a spare row."""
     if begin is None:
         return aten.embedding_dense_backward.default(grad_output, indices, num_weights, padding_idx, scale_grad_by_freq)
     here = indices - begin
@@ -115,14 +115,14 @@ def add_rows(
 
 @rule(
     aten.embedding_dense_backward.default,
-    localize=held_gradients,
+    localize=local_gradient_rows,
     local_op=add_rows,
     program=owner_programs.embedding_dense_backward,
 )
 def embedding_dense_backward(call: Call) -> Factors:
-    """Gradients added to the rows that they belong to."""
+    """Add the gradients of each index to its row."""
     own = index_dims(call)
-    # counts of indices need all of the indices
+    # frequencies are counted over all indices
     unsharded = frozenset(name for name in own if name is not None and call["scale_grad_by_freq"])
     sent = OwnerRow(Row((Shard(0), Shard(0)), (Shard(0),)), sent=(0, 1), table=2)
     return Factors(
@@ -133,7 +133,7 @@ def embedding_dense_backward(call: Call) -> Factors:
 # ---------------------------------------------------------------- bags
 
 
-MAX = 2  # the mode whose choice is made for each column
+MAX = 2  # the mode that chooses a row for each column
 
 
 def bag_dims(call: Call) -> dict[str, tuple[Dim, ...]]:
@@ -153,7 +153,7 @@ def embedding_bag(call: Call) -> Factors:
 
 @rule(aten._embedding_bag_dense_backward.default)
 def embedding_bag_dense_backward(call: Call) -> Factors:
-    """Gradients added to the rows that they belong to."""
+    """Add the gradients of each index to its row."""
     return Factors(tuple(bag_dims(call).values()), ((None, "d"),), linear=((0,),), nonempty=frozenset("d"))
 
 

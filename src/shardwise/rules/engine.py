@@ -64,7 +64,8 @@ class Factors:
         results: for each result the factor of each dim.
         unsharded: factors that may not be sharded.
         reduce: the reduction of a factor that no result has; "sum" if not given, "mask" where each element of the
-            result comes from one rank and is zero on the others. Of an exchanged factor "mask" is the other way.
+            result comes from one rank and is zero on the others. For an exchanged factor, "mask" adds such rows to
+            those that exchange.
         summed: factors that only some results have: the others sum over them, and are Partial where they are sharded.
         untouched: pairs (factor, result): the result does not depend on how the factor is sharded, and is replicated.
         linear: groups of operands that may be Partial(sum) or Partial(avg) together, the others replicated.
@@ -74,13 +75,12 @@ class Factors:
         keeps_zero: whether zeros stay zeros, so that a MaskPartial passes.
         nonempty: factors of which no rank may be left with an empty shard.
         even: factors that must be split into equal shards.
-        exchanged: factors whose indices change: where one is sharded, ranks exchange rows, as the rule says with `rows`
-            or `halo`.
+        exchanged: factors whose indices change. If one is sharded, ranks exchange rows, as defined by `rows` or `halo`
+            of the rule.
         barred: factors that a call cannot shard; this excludes rows given in `rows` too.
-        plain: factors that are split as a `Shard` does, if at all.
-        grouped: two factors, rows and the groups that they are sorted by, and the operand that has the ends of the
-            groups. Where rows and ends are both `Ragged`, each rank has the rows of its groups, and the groups are
-            sharded with them.
+        plain: factors that may be split only by `Shard`.
+        grouped: the factors of rows and of their groups, and the operand with the ends of the groups. If rows and ends
+            are both `Ragged`, each rank has the rows of its groups, and the groups are sharded with them.
         rows: further rows that do not fit the scheme.
         owned: further rows, executed by the rule's `program`.
     """
@@ -128,7 +128,7 @@ _TOKEN = re.compile(r"\s*(?:(?P<name>[a-zA-Z][0-9]*)|(?P<dots>\.\.\.)|(?P<mark>[
 
 @lru_cache(maxsize=4096)
 def parse(text: str) -> Pattern:
-    """The pattern that a rule string writes.
+    """Parse a rule string.
 
     Example:
         >>> parse("m k!, k! n -> m n").operands
@@ -231,7 +231,7 @@ class _Reader:
 def factors_of(
     pattern: Pattern, operand_shapes: Sequence[Sequence[int]], result_shapes: Sequence[Sequence[int]], **more
 ) -> Factors:
-    """The factors of a call with these shapes. Dims of size one broadcast: they take no factor of a larger size.
+    """The factors of a call with these shapes. A dim of size one broadcasts: it has no factor of a larger size.
 
     Example:
         >>> factors_of(parse("mk,kn->mn"), [(2, 3), (3, 4)], [(2, 4)]).operands
@@ -279,7 +279,7 @@ def _major(dim: tuple[str, ...], size: int, sizes: Mapping[str, int]) -> Dim:
 
 
 def candidates(factors: Factors, given: Sequence[Placement] | None = None) -> tuple[Row, ...]:
-    """The rows of one axis: each factor sharded in turn, what linearity and order allow, and all replicated.
+    """The rows of one axis: one for each sharded factor, the Partial rows, and the replicated row.
 
     Args:
         factors: the rule for the call.
@@ -320,7 +320,7 @@ def _shards_barred(factors: Factors, row: Row) -> bool:
 def _sharded(factors: Factors, name: str, given: Sequence[Placement]) -> Iterable[Row]:
     if name in factors.unsharded or name in factors.barred or not any(name in dims for dims in factors.operands):
         return
-    splits: list[AnyShard] = [Shard(0)]  # ways to split a dim
+    splits: list[AnyShard] = [Shard(0)]  # placements for the dim, written as dim 0
     if name in factors.even or name in factors.plain:  # even shards may still be uneven in each row
         given = ()
     for dims, placement in zip(factors.operands, given, strict=False):
@@ -353,7 +353,7 @@ def _sharded(factors: Factors, name: str, given: Sequence[Placement]) -> Iterabl
 
 
 def _grouped(factors: Factors, given: Sequence[Placement]) -> Iterable[Row]:
-    """Each rank with the rows of its groups, where that is how rows and the ends of groups are split now."""
+    """The row in which each rank has the rows of its groups, if rows and ends of groups are `Ragged` already."""
     if factors.grouped is None or not given:
         return
     name, group, at = factors.grouped
@@ -367,10 +367,10 @@ def _grouped(factors: Factors, given: Sequence[Placement]) -> Iterable[Row]:
         return
     (split,) = rows
     groups = Shard(0) if ends.sizes == _chunked(sum(ends.sizes), len(ends.sizes)) else ends
-    ways = ((name, split), (group, groups))
+    splits = ((name, split), (group, groups))
 
     def placed(dims: Sequence[Dim]) -> Placement:
-        return next((way.on_dim(dims.index(factor)) for factor, way in ways if factor in dims), REPLICATE)
+        return next((own.on_dim(dims.index(factor)) for factor, own in splits if factor in dims), REPLICATE)
 
     inputs = [placed(dims) for dims in factors.operands]
     inputs[at] = ends

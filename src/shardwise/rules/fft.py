@@ -28,5 +28,5 @@ def on_some(op: Any, local: torch.Tensor, *args: Any) -> torch.Tensor:
 
 
 NODES = {aten._fft_c2c.default: "", aten._fft_r2c.default: "FftR2CBackward0", aten._fft_c2r.default: ""}
-for _op, _node in NODES.items():  # that of real numbers pads its gradient, and transforms that
+for _op, _node in NODES.items():  # the gradient of a real transform is padded and transformed
     rule(_op, local_op=partial(on_some, _op), gathering_node=_node)(fft)

@@ -1,7 +1,7 @@
 """`flex_attention` block by block: scores, masks and their gradients on plain tensors, by functions of positions.
 
-The operators defined here take queries, keys and values alone. The functions that modify scores and hide keys are no
-arguments of an operator: they are active in `functions` while it is called. Layouts do not depend on them.
+The operators defined here take only queries, keys and values. Functions that modify scores and hide keys are not
+arguments: they are active in `functions` during the call. Layouts do not depend on them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ import torch
 
 from shardwise.core.mode_stack import ModeStack
 from shardwise.core.spec import DTensorSpec
-from shardwise.rules.attention import KERNELS, KEY, OUT, QUERY, SUMS, VALUE, attention, ways_of
+from shardwise.rules.attention import KERNELS, KEY, OUT, QUERY, SUMS, VALUE, algorithms_of, attention
 from shardwise.rules.attention_blocks import BackwardBlocks, ForwardBlocks, ScoreTile, wide_dtype
 from shardwise.rules.mask_reach import Blocks, Reach, reach_of_function
 from shardwise.rules.registry import rule
 from shardwise.torch_private import scalar_lookups
 
-__all__ = ["FlexFunctions", "Positions", "Reaches", "for_each_score", "functions"]
+__all__ = ["FlexFunctions", "Positions", "Reaches", "for_each_score", "functions", "repeat_heads", "sum_heads"]
 
-MOST_MASKS = 16  # whose reach is kept
+MOST_MASKS = 16  # cached reaches
 LOG2 = math.log(2)  # torch's operator gives logarithms to base 2
 
 
@@ -40,7 +40,7 @@ class Positions(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlexFunctions:
-    """The functions of a call. They are called with scalars, and with tensors that are the same on every rank.
+    """The functions of a call. Their arguments are scalars, and tensors that are replicated.
 
     Args:
         score: of a score, sample, head, query and key, and the tensors of `captured`: the score to use.
@@ -49,8 +49,8 @@ class FlexFunctions:
         captured: the tensors that `score` is given.
         mask_captured: those that `mask` is given.
         learned: which of `captured` need gradients.
-        gradients: gradients of these in the order of `captured`, of a rank's queries: a backward adds them here, one
-            local of all ranks for each, with the layout of the queries.
+        gradients: the gradients of these, in the order of `captured`. A backward appends a local for each, summed over
+            the rank's queries, with the layout of the queries.
     """
 
     score: Callable[..., Any]
@@ -73,7 +73,7 @@ class FlexFunctions:
             return for_each_score(self.score, 1, len(self.captured))(products, *indices, *self.captured)
 
     def of_products(self, products: Any, indices: Sequence[Any], of_scores: Any) -> tuple[Any, list[Any]]:
-        """The gradient of products of queries and keys, from that of the scores that were used; those of `learned`."""
+        """The gradients of the products of queries and keys, and of `learned`, from the gradient of the scores."""
         gradient = self.gradient
         assert gradient is not None, "of a backward"
 
@@ -82,7 +82,7 @@ class FlexFunctions:
             return first, *(grad for grad, learned in zip(rest[4:], self.learned, strict=False) if learned)
 
         with _calling():
-            # what is not mapped is summed: torch adds up the gradients of tensors that functions look up
+            # results that are not mapped are summed: torch adds up the gradients of captured tensors
             out_dims = (0, *(None,) * sum(self.learned))
             found = for_each_score(wanted, 1, 1 + len(self.captured), (0,), out_dims)
             first, *learned = found(products, *indices, of_scores, *self.captured)
@@ -92,13 +92,13 @@ class FlexFunctions:
         """Called before the tiles of a block are computed."""
 
     def dropped(self, tile: ScoreTile, x: Any) -> Any:
-        """Scores of a tile with dropout, of which there is none here."""
+        """Scores of a tile after dropout. Without dropout, the scores themselves."""
         return x
 
 
 @contextlib.contextmanager
 def _calling() -> Iterator[None]:
-    """Functions of scalars are mapped over indices, which torch excludes inside of an operator on DTensors."""
+    """Allows `vmap` of functions of scalars inside an operator on DTensors, where torch disables it."""
     with torch.overrides.enable_reentrant_dispatch(), torch.no_grad(), scalar_lookups():
         yield
 
@@ -107,7 +107,7 @@ functions = ModeStack[FlexFunctions]("functions of flex_attention")
 
 
 class _Known(NamedTuple):
-    """The reach of a mask, and the tensors that it was read from, in a version of each."""
+    """The reach of a mask, the tensors that the mask read, and their versions."""
 
     mask: Callable[..., Any]
     captured: tuple[Any, ...]  # numbers, and weak references to tensors
@@ -116,10 +116,10 @@ class _Known(NamedTuple):
 
 
 class Reaches:
-    """The keys that queries see by masks, which are functions; those of the latest masks are kept.
+    """The reaches of masks that are functions, with a cache of the latest.
 
-    A function of a user may read anything, so it is called each time. One that torch has traced reads its arguments
-    alone: it is called again when a tensor that it is given has been written to.
+    A user's function may read any state, so it is evaluated in every call. A function traced by torch reads only its
+    arguments: it is evaluated again only after a write to one of them.
     """
 
     def __init__(self) -> None:
@@ -130,7 +130,7 @@ class Reaches:
     ) -> Reach | None:
         """The reach of a mask of these numbers of samples, heads, queries and keys; None: all keys may be needed."""
         tensors = [x for x in used.mask_captured if isinstance(x, torch.Tensor)]
-        kept = _is_traced(used.mask) and not any(x.is_inference() for x in tensors)  # these have no version
+        kept = _is_traced(used.mask) and not any(x.is_inference() for x in tensors)  # inference tensors lack versions
         versions = tuple([x._version for x in tensors]) if kept else ()
         for known in self._known if kept else ():
             given = [x() if isinstance(x, weakref.ref) else x for x in known.captured]
@@ -169,7 +169,7 @@ def for_each_score(
         function: called with scalars.
         before: the number of scores before the indices.
         after: the number of arguments after the indices.
-        mapped: those of them that are scores as well; the others are passed unchanged.
+        mapped: arguments after the indices that are scores too; the others are passed unchanged.
         out_dims: None for results that are not scores.
     """
     following = tuple(0 if i in mapped else None for i in range(after))
@@ -201,14 +201,14 @@ def _scores(arguments: Mapping[str, Any], tile: ScoreTile, query: torch.Tensor, 
     return _Tile(products, final, allowed, indices)
 
 
-def _each_head(x: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """Keys or values for each head of the queries, which several may share."""
+def repeat_heads(x: Any, query: Any) -> Any:
+    """Keys or values repeated for each head of the queries (grouped-query attention)."""
     groups = query.shape[1] // x.shape[1]
     return x.repeat_interleave(groups, 1) if groups > 1 else x
 
 
-def _sum_of_heads(grad: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The gradient of keys or values from that of each head."""
+def sum_heads(grad: Any, like: Any) -> Any:
+    """The gradient of keys or values from that of repeated heads."""
     groups = grad.shape[1] // like.shape[1]
     return grad.unflatten(1, (-1, groups)).sum(2) if groups > 1 else grad
 
@@ -230,7 +230,7 @@ class FlexForward(ForwardBlocks):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The output of a tile, and the logarithm of the sum of its exponentials."""
         query = tile.of_rows(self.query)
-        final = _scores(self.arguments, tile, query, _each_head(key, query)).final
+        final = _scores(self.arguments, tile, query, repeat_heads(key, query)).final
         largest = final.amax(-1)
         dead = largest == -math.inf  # queries without keys
         if self.largest is None:
@@ -240,7 +240,7 @@ class FlexForward(ForwardBlocks):
         weights = final.softmax(-1).masked_fill(dead.unsqueeze(-1), 0.0)
         weights = self.arguments["functions"].dropped(tile, weights)
         lse = final.logsumexp(-1).masked_fill(dead, -math.inf)
-        return weights @ _each_head(value, query).to(final.dtype), lse
+        return weights @ repeat_heads(value, query).to(final.dtype), lse
 
     def results(self, value_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The output and the logarithm of the sum of exponentials, to base 2; `others` has the largest scores."""
@@ -253,7 +253,7 @@ class FlexForward(ForwardBlocks):
 
 
 class FlexBackward(BackwardBlocks):
-    """The gradients of one block of queries, and of the blocks of keys it is shown."""
+    """The gradients of one block of queries, and of the blocks of keys added to it."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         super().__init__(arguments)
@@ -269,16 +269,16 @@ class FlexBackward(BackwardBlocks):
         ]
 
     def add(self, key: torch.Tensor, value: torch.Tensor, found: list[ScoreTile]) -> tuple[torch.Tensor, torch.Tensor]:
-        """What this block of queries adds to the gradients of a block of keys and values; its own are kept."""
+        """The contribution to the gradients of a block of keys and values; those of queries are accumulated."""
         self.arguments["functions"].begin(found, self.arguments["positions"])
         return super().add(key, value, found)
 
     def block_gradients(
         self, tile: ScoreTile, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What a tile adds to the gradients of its queries, keys and values."""
+        """The contribution of a tile to the gradients of its queries, keys and values."""
         query, grad_out, lse, given = (tile.of_rows(x) for x in (self.query, self.grad_out, self.lse, self.given))
-        keys, values = _each_head(key, query), _each_head(value, query)
+        keys, values = repeat_heads(key, query), repeat_heads(value, query)
         scores = _scores(self.arguments, tile, query, keys)
         wide, used = scores.final.dtype, self.arguments["functions"]
         dead = (lse == -math.inf).unsqueeze(-1)
@@ -290,8 +290,8 @@ class FlexBackward(BackwardBlocks):
         of_products = torch.where(scores.allowed, of_products * self.arguments["scale"], 0.0).to(query.dtype)
         return (
             of_products @ keys.to(query.dtype),
-            _sum_of_heads(of_products.mT @ query, key),
-            _sum_of_heads(used.dropped(tile, weights).to(query.dtype).mT @ grad_out, value),
+            sum_heads(of_products.mT @ query, key),
+            sum_heads(used.dropped(tile, weights).to(query.dtype).mT @ grad_out, value),
         )
 
 
@@ -335,5 +335,5 @@ _library.impl("flex_attention", _result_shapes, "Meta")
 _library.impl("flex_attention_backward", _gradient_shapes, "Meta")
 forward, backward = torch.ops.shardwise.flex_attention.default, torch.ops.shardwise.flex_attention_backward.default
 for op, results in ((forward, (OUT, SUMS, SUMS)), (backward, (QUERY, KEY, VALUE))):
-    rule(op, ways=ways_of(*results, empty=True))(attention(*results))
+    rule(op, algorithms=algorithms_of(*results, empty=True))(attention(*results))
     KERNELS[op] = FLEX, op is backward

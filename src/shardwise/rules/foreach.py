@@ -27,10 +27,9 @@ MORE = (
     "add", "sub", "mul", "div", "clamp_max", "clamp_min", "maximum", "minimum", "pow", "lerp", "addcmul", "addcdiv",
     "clone", "copy", "zero",
 )  # fmt: skip
-VALUES = ("value", "scalars")  # arguments of the addc operators: by position here, by name there
 FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 
-# where a Partial passes: of every kind, or of sums; in all lists alike
+# operators that accept a Partial, the same in all lists: of any kind, or of sums
 ANY_PARTIAL = {"clone", "zero", "copy"}
 SUMS = {
     "neg.default", "add.List", "sub.List", "lerp.Scalar", "lerp.ScalarList", "mul.Scalar", "mul.ScalarList",
@@ -47,7 +46,7 @@ class Column(NamedTuple):
 
 
 def columns_of(call: Call) -> tuple[list[Column], list[int]]:
-    """The tensor lists of a call, and the places of single tensors."""
+    """The tensor lists of a call, and the positions of single tensors."""
     lists: list[Column] = []
     singles: list[int] = []
     at = 0
@@ -129,13 +128,13 @@ def _one_dtype(call: Call, specs: Sequence[DTensorSpec]) -> bool:
 
 
 def without_out(packet_name: str) -> list[Any]:
-    """The overloads of an operator of torch that write to no `out`; none where torch lacks it."""
+    """The overloads of an operator without an `out` argument; empty if torch lacks the operator."""
     packet = getattr(aten, packet_name, None)
     found = [getattr(packet, name) for name in packet.overloads()] if packet is not None else []
     return [op for op in found if not any(a.is_out for a in op._schema.arguments)]
 
 
-# Of each tensor by itself, functional and in place.
+# Operators on each tensor, functional and in place.
 ONE_BY_ONE = [op for name in (*UNARY, *MORE) for form in (name, f"{name}_") for op in without_out(f"_foreach_{form}")]
 OPTIMIZERS = [op for name in FUSED for op in without_out(name)]
 layout_rule(*ONE_BY_ONE)(one_by_one)
@@ -165,7 +164,7 @@ layout_rule(aten._foreach_norm.Scalar, reads=("ord",))(norms_of_parts)
 
 
 def unless_meta(op: Any) -> Callable[..., None]:
-    """A fused optimizer on locals; those without values are left as they are."""
+    """A fused optimizer on locals; meta tensors are skipped."""
 
     def run_unless_meta(*args: Any, **kwargs: Any) -> None:
         parameters = args[0] if args else kwargs["self"]

@@ -1,11 +1,11 @@
 """Products of groups of rows with a matrix each: tokens, experts and the dims of the matrices may be sharded.
 
-`offs` is the end of each group along the jagged dim ("t"), and is replicated. A rank that holds a range of the jagged
-dim shifts and clamps the ends. A rank that holds some of the matrices moves their rows to the front, as the operator
-starts with row 0. Neither reads a value of `offs` on the host.
+`offs` is the end of each group along the jagged dim ("t"), and is replicated. If the jagged dim is sharded, a rank
+shifts and clamps the ends. If the matrices are sharded, a rank moves the rows of its matrices to the front, because the
+operator starts with row 0. Neither reads a value of `offs` on the host.
 
-Dispatched tokens (`shardwise.moe`) are `Ragged`, and so are their `offs`: then each rank has exactly the rows of its
-matrices, and multiplies these. That the rows are those of the matrices is asserted.
+Dispatched tokens (`shardwise.moe`) and their `offs` are `Ragged`: each rank has exactly the rows of its matrices. This
+is asserted on the device.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def form_of(first: Any, second: Any) -> tuple[str, str, str]:
     return FORMS[len(first.shape), len(second.shape)]
 
 
-def held_groups(
+def local_groups(
     call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
-    """Where the jagged dim begins on a rank, and which groups it computes."""
+    """The start of the local jagged dim, and the groups that the rank computes."""
     forms = form_of(call["self"], call["mat2"])
     if call.get("offs") is None:
         return {}
@@ -63,9 +63,9 @@ def held_groups(
 
 
 def _rows_of_groups(spec: DTensorSpec, dim: int, axis: int, coordinate: Coordinate) -> tuple[int, int]:
-    """The rows of all groups of this rank: those that one axis gives it, which others may split again."""
+    """The first and last row of this rank's groups along one axis; other axes may split them further."""
     placement = spec.placements[axis]
-    assert isinstance(placement, Ragged), f"{spec}: rows that are not Ragged with ends that are"
+    assert isinstance(placement, Ragged), f"{spec}: the ends of groups are Ragged, the rows are not"
     start = sum(placement.sizes[: coordinate[axis]])
     return start, start + placement.sizes[coordinate[axis]]
 
@@ -90,11 +90,11 @@ def grouped_mm(
         offs: the ends of all groups in the global jagged dim.
         bias: refused by torch.
         out_dtype: the dtype of the result.
-        begin: where the jagged dim of the locals begins in the global one, if it is sharded.
+        begin: the first global index of the local jagged dim, if it is sharded.
         first: the first group of this rank.
         count: how many groups it has; None for all.
-        rows_of_groups: where the rows of this rank's groups begin and end in the global jagged dim, if `offs` are the
-            ends of these groups alone.
+        rows_of_groups: begin and end of the rows of this rank's groups in the global jagged dim, if `offs` has only
+            the ends of these groups.
     """
     forms = form_of(mat_a, mat_b)
     if offs is None or "t" not in forms[0] + forms[1]:
@@ -127,23 +127,23 @@ def grouped_mm(
 
 
 def _assert_rows(offs: torch.Tensor, rows: tuple[int, int]) -> None:
-    """Refuse ends of groups that are not those of the rows of this rank. On a GPU the host does not wait for it."""
+    """Assert that the ends of groups match the rows of this rank. On a GPU the host does not wait for it."""
     begin, end = rows
     fits = (offs[0] >= begin) & (offs[-1] == end) if len(offs) else offs.new_full((), begin == end, dtype=torch.bool)
     torch.ops.aten._assert_async.msg(
-        fits, "offs, sharded as Ragged, are not the ends of the groups whose rows a rank has: use those of dispatch"
+        fits, "grouped_mm: offs, sharded as Ragged, do not match the rows of the rank; pass the offs of moe.dispatch"
     )
 
 
 def _taken(matrix: torch.Tensor, dim: int, order: torch.Tensor) -> torch.Tensor:
-    """A matrix with the rows (columns) in another order, in memory one after the other."""
+    """A matrix with its rows (columns) in another order, contiguous in memory."""
     return matrix.movedim(dim, 0).index_select(0, order).movedim(0, dim)
 
 
 def _multiplied(
     mat_a: torch.Tensor, mat_b: torch.Tensor, offs: torch.Tensor | None, bias: Any, out_dtype: torch.dtype | None
 ) -> torch.Tensor:
-    """torch's product of locals, which may be empty, and whose rows may not be aligned."""
+    """torch's product of locals that may be empty or have unaligned rows."""
     if mat_a.is_meta:
         return on_meta(mat_a, mat_b, offs, bias, out_dtype)
     if not mat_a.numel() or not mat_b.numel() or (offs is not None and not offs.numel()):
@@ -156,7 +156,7 @@ def _multiplied(
 
 
 def _aligned(matrix: torch.Tensor) -> torch.Tensor:
-    """A matrix with rows (or columns) that begin where the kernels want them: a shard of an aligned one may not."""
+    """A matrix with rows (or columns) at aligned addresses; a shard of an aligned matrix may be unaligned."""
     unit = ALIGNMENT // matrix.element_size()
     rows, columns = matrix.shape[-2:]
     down, across = matrix.stride()[-2:]
@@ -176,7 +176,7 @@ def on_meta(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """torch's checks and result on meta tensors: they know bfloat16 alone, and locals are aligned before they run."""
+    """torch's checks and result on meta tensors. They take only aligned bfloat16: stand-ins replace the matrices."""
     dtype = mat_a.dtype
     if mat_b.dtype is not dtype or dtype not in TAKEN or out_dtype not in (None, dtype):
         return OP(mat_a, mat_b, offs, bias, out_dtype)
@@ -184,9 +184,9 @@ def on_meta(
     return torch.empty_like(OP(*stand_ins, offs, bias), dtype=dtype)
 
 
-@rule(OP, localize=held_groups, local_op=grouped_mm, meta_op=on_meta, by_groups=True)
+@rule(OP, localize=local_groups, local_op=grouped_mm, meta_op=on_meta, by_groups=True)
 def grouped_product(call: Call) -> Factors:
-    """Matrices of experts, times the rows that belong to each."""
+    """Each group of rows times its matrix."""
     first, second, result = form_of(call["self"], call["mat2"])
     if call.get("offs") is None:
         return Factors((tuple(first), tuple(second)), (tuple(result),), linear=EACH_ALONE)
@@ -206,5 +206,5 @@ def _row(operands: Sequence[str], result: str, name: str) -> Row:
     shards = [Shard(dims.index(name)) if name in dims else R for dims in operands[:2]]
     if name in result:
         return Row((*shards, R), (Shard(result.index(name)),))
-    # rows of other ranks' groups are zero; a sum over the jagged dim has a part on each rank
+    # rows of other ranks' groups are zero; a sum over the jagged dim is Partial
     return Row((*shards, R), (MaskPartial() if name == "g" else Partial(),))

@@ -30,10 +30,10 @@ FROM_END = {aten.index_fill.int_Scalar, aten.index_fill.int_Tensor}
 
 
 def lookup(operands: Sequence[tuple[Dim, ...]], result: tuple[Dim, ...], dtype: torch.dtype) -> Factors:
-    """The factors of a look-up in the first operand along the dim "at" of it.
+    """The factors of a look-up in the first operand along its dim "at".
 
-    Where that may be sharded only sums pass: a sum over one axis and an extremum over another are not one reduction.
-    Where indices are sharded too, they are exchanged by owner.
+    If that dim may be sharded, only sums pass: a sum over one axis and an extremum over another do not commute.
+    If indices are sharded too, they are exchanged by owner.
     """
     count, everything = len(operands), tuple(operands)
     asked = looked_up(everything, result, [everything[0].index("at")])
@@ -50,7 +50,7 @@ def sharded_by(name: Dim, dims: Sequence[Dim]) -> Shard | Replicate:
 def looked_up(
     operands: Sequence[tuple[Dim, ...]], result: tuple[Dim, ...], dims: Sequence[int]
 ) -> tuple[OwnerRow, ...]:
-    """Rows of a look-up in one of these dims of the first operand: what follows is sharded along a dim of indices."""
+    """Rows of a look-up along one of `dims` of the first operand, with the indices and the result sharded alike."""
     names = dict.fromkeys(name for index in operands[1:] for name in index if name and name not in operands[0])
     return tuple(
         OwnerRow(
@@ -65,13 +65,13 @@ def looked_up(
 
 
 def written_by_owner(operands: Sequence[tuple[Dim, ...]], name: Dim, dims: Sequence[int]) -> tuple[OwnerRow, ...]:
-    """Rows of a write to one of these dims of the first operand, of indices and values sharded by a factor."""
+    """Rows of a write along one of `dims` of the first operand, with indices and values sharded by factor `name`."""
     others = tuple(sharded_by(name, part) for part in operands[1:])
     sent = tuple(i for i, placement in enumerate(others, start=1) if isinstance(placement, Shard))
     return tuple(OwnerRow(Row((Shard(dim), *others), (Shard(dim),)), sent) for dim in dims) if sent else ()
 
 
-class HeldIndices(NamedTuple):
+class LocalIndices(NamedTuple):
     """The local part of the indexed dim: runs of the indices up to `size`."""
 
     dim: int
@@ -79,7 +79,7 @@ class HeldIndices(NamedTuple):
     size: int
 
 
-def held_along(dim_of: Callable[[Call], int]) -> Callable[..., Mapping[str, Any]]:
+def local_indices_along(dim_of: Callable[[Call], int]) -> Callable[..., Mapping[str, Any]]:
     """The local part of the indexed dim of the first operand, if it is sharded."""
 
     def localize(
@@ -89,7 +89,7 @@ def held_along(dim_of: Callable[[Call], int]) -> Callable[..., Mapping[str, Any]
         dim = dim_of(call)
         if dim >= spec.ndim or not spec.dim_axes[dim]:
             return {}
-        return {"held": HeldIndices(dim, spec.block(coordinate).runs[dim], spec.shape[dim])}
+        return {"part": LocalIndices(dim, spec.block(coordinate).runs[dim], spec.shape[dim])}
 
     return localize
 
@@ -99,17 +99,17 @@ def own_dim(call: Call) -> int:
     return wrapped(call["dim"], len(call.operands[0].shape))
 
 
-def local_of(index: torch.Tensor, held: HeldIndices, from_end: bool) -> torch.Tensor:
+def local_of(index: torch.Tensor, part: LocalIndices, from_end: bool) -> torch.Tensor:
     """The local positions of global indices; -1 for those of other ranks.
 
-    `from_end`: negative indices count from the end; otherwise they are an error, as one outside of the dim always is.
+    With `from_end`, negative indices count from the end; otherwise they are out of range.
     """
-    least = -held.size if from_end else 0
-    inside = ((index >= least) & (index < held.size)).all()
-    assert_async(inside, f"an index is out of range for a dim of size {held.size}")
-    index = torch.where(index < 0, index + held.size, index) if from_end else index
+    least = -part.size if from_end else 0
+    inside = ((index >= least) & (index < part.size)).all()
+    assert_async(inside, f"an index is out of range for a dim of size {part.size}")
+    index = torch.where(index < 0, index + part.size, index) if from_end else index
     at, before = torch.full_like(index, -1), 0
-    for run in held.runs:
+    for run in part.runs:
         inside = (index >= run.start) & (index < run.start + run.length)
         at = torch.where(inside, index - run.start + before, at)
         before += run.length
@@ -125,17 +125,17 @@ def by_name(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str
 
 
 class Indexed(NamedTuple):
-    """The factors of advanced indexing: of the tensor (a dim that alone is indexed is "at"), the indices, the taken."""
+    """The factors of advanced indexing: of the tensor ("at" for a single indexed dim), the indices, the result."""
 
     tensor: tuple[Dim, ...]
     indices: tuple[tuple[Dim, ...], ...]
     taken: tuple[Dim, ...]
-    shape: tuple[int, ...]  # of what is taken
-    dims: tuple[int, ...]  # that are indexed
+    shape: tuple[int, ...]  # of the result
+    dims: tuple[int, ...]  # the indexed dims
 
 
 def indexed(call: Call) -> Indexed | None:
-    """The factors of a call with `self` and `indices`; None where an index is a mask."""
+    """The factors of a call with `self` and `indices`; None if an index is a mask."""
     shape, given = call["self"].shape, call["indices"]
     found = [(d, index) for d, index in enumerate(given) if index is not None]
     if not found or any(index.dtype in MASKS for _, index in found):
@@ -160,24 +160,24 @@ def first_indexed(call: Call) -> int:
 
 
 def local_index(
-    local: torch.Tensor, indices: Sequence[torch.Tensor | None], *, held: HeldIndices | None = None
+    local: torch.Tensor, indices: Sequence[torch.Tensor | None], *, part: LocalIndices | None = None
 ) -> torch.Tensor:
     """Advanced indexing; along a sharded dim, of the local part, with zeros for the rest."""
-    if held is None:
+    if part is None:
         return aten.index.Tensor(local, indices)
     (index,) = [i for i in indices if i is not None]
-    at, count = local_of(index, held, from_end=True), local.shape[held.dim]
-    after = local.shape[held.dim + 1 :]
+    at, count = local_of(index, part, from_end=True), local.shape[part.dim]
+    after = local.shape[part.dim + 1 :]
     if not count:
-        return local.new_zeros((*local.shape[: held.dim], *at.shape, *after))
-    taken = aten.index.Tensor(local, [None] * held.dim + [at.clamp(min=0)])
+        return local.new_zeros((*local.shape[: part.dim], *at.shape, *after))
+    taken = aten.index.Tensor(local, [None] * part.dim + [at.clamp(min=0)])
     return taken.masked_fill_((at < 0).reshape(*at.shape, *(1,) * len(after)), 0)
 
 
 @rule(
     aten._unsafe_index.Tensor,
     aten.index.Tensor,
-    localize=held_along(first_indexed),
+    localize=local_indices_along(first_indexed),
     local_op=local_index,
     program=owner_programs.index,
 )
@@ -196,32 +196,32 @@ def index(call: Call) -> Factors | None:
 def spare_slot(op: Any, in_place: bool = False) -> Callable[..., torch.Tensor]:
     """A writing operator on a shard of the dim that it writes to: values for other ranks go to a spare slot."""
 
-    def write_with_spare_slot(*args: Any, held: HeldIndices | None = None, **kwargs: Any) -> torch.Tensor:
-        if held is None:
+    def write_with_spare_slot(*args: Any, part: LocalIndices | None = None, **kwargs: Any) -> torch.Tensor:
+        if part is None:
             return op(*args, **kwargs)
         named = by_name(op, args, kwargs)
         local = named["self"]
-        count = local.shape[held.dim]
+        count = local.shape[part.dim]
         from_end = "indices" in named or op in FROM_END
 
         def moved(index: torch.Tensor) -> torch.Tensor:
-            at = local_of(index, held, from_end)
+            at = local_of(index, part, from_end)
             return torch.where(at < 0, count, at)
 
         if "indices" in named:
             named["indices"] = [None if i is None else moved(i) for i in named["indices"]]
         else:
             named["index"] = moved(named["index"])
-        one = [1 if d == held.dim else size for d, size in enumerate(local.shape)]
-        named["self"] = torch.cat([local, local.new_zeros(one)], held.dim)
-        written = op(**named).narrow(held.dim, 0, count)
+        one = [1 if d == part.dim else size for d, size in enumerate(local.shape)]
+        named["self"] = torch.cat([local, local.new_zeros(one)], part.dim)
+        written = op(**named).narrow(part.dim, 0, count)
         return local.copy_(written) if in_place else written.contiguous()
 
     return write_with_spare_slot
 
 
 def index_put(call: Call) -> Factors | None:
-    """Values put at indices. With accumulate several ranks may add, each for a part of the indices."""
+    """Put values at indices. With `accumulate`, ranks may each add a part of the indices."""
     found = indexed(call)
     values = call["values"]
     if found is None or not isinstance(values, TensorMeta):
@@ -249,14 +249,14 @@ def declare_write(
     reads: Sequence[str] = (),
     program: Callable[[Any], owner_programs.Program] = owner_programs.scatter,
 ) -> None:
-    """Enter the rule of a writing operator and of its in-place form, if it has one."""
-    here = held_along(dim_of)
+    """Register the rule of a writing operator and of its in-place form, if it has one."""
+    here = local_indices_along(dim_of)
     by_owner = program(functional)
     rule(functional, localize=here, reads=reads, local_op=spare_slot(functional), program=by_owner)(factors)
     aside = spare_slot(functional, in_place=True)
 
-    def local(*args: Any, held: HeldIndices | None = None, **kwargs: Any) -> torch.Tensor:
-        return in_place(*args, **kwargs) if held is None else aside(*args, held=held, **kwargs)
+    def local(*args: Any, part: LocalIndices | None = None, **kwargs: Any) -> torch.Tensor:
+        return in_place(*args, **kwargs) if part is None else aside(*args, part=part, **kwargs)
 
     if in_place is not None:
         rule(in_place, localize=here, reads=reads, local_op=local, program=by_owner)(factors)
@@ -281,27 +281,27 @@ declare_write(aten._unsafe_index_put.default, None, index_put, first_indexed, pr
 def local_lookup(op: Any) -> Callable[..., torch.Tensor]:
     """gather or index_select along a sharded dim: of the local part, with zeros for the rest."""
 
-    def look_up_held(*args: Any, held: HeldIndices | None = None, **kwargs: Any) -> torch.Tensor:
-        if held is None:
+    def look_up_local(*args: Any, part: LocalIndices | None = None, **kwargs: Any) -> torch.Tensor:
+        if part is None:
             return op(*args, **kwargs)
         named = by_name(op, args, kwargs)
         local, index = named["self"], named["index"]
-        at, count = local_of(index, held, from_end=False), local.shape[held.dim]
+        at, count = local_of(index, part, from_end=False), local.shape[part.dim]
         outside = at < 0
         if op is aten.index_select.default:
-            outside = outside.reshape([-1 if d == held.dim else 1 for d in range(local.dim())])
+            outside = outside.reshape([-1 if d == part.dim else 1 for d in range(local.dim())])
         if not count:
-            one = [1 if d == held.dim else size for d, size in enumerate(local.shape)]
+            one = [1 if d == part.dim else size for d, size in enumerate(local.shape)]
             named["self"] = local.new_zeros(one)
         named["index"] = at.clamp(min=0)
         return op(**named).masked_fill_(outside, 0)
 
-    return look_up_held
+    return look_up_local
 
 
 @rule(
     aten.index_select.default,
-    localize=held_along(own_dim),
+    localize=local_indices_along(own_dim),
     local_op=local_lookup(aten.index_select.default),
     program=owner_programs.index_select,
 )
@@ -317,7 +317,7 @@ def index_select(call: Call) -> Factors:
 
 
 def matching(call: Call, names: Sequence[str], at: int) -> list[Dim] | None:
-    """A factor for each dim but `at` in which all of these tensors have one size; None where they differ in dims."""
+    """A factor for each dim except `at` that has one size in all tensors; None if their numbers of dims differ."""
     shapes = [call[name].shape for name in names]
     ndim = len(shapes[0])
     if any(len(shape) != ndim for shape in shapes):
@@ -328,7 +328,7 @@ def matching(call: Call, names: Sequence[str], at: int) -> list[Dim] | None:
 
 @rule(
     aten.gather.default,
-    localize=held_along(own_dim),
+    localize=local_indices_along(own_dim),
     local_op=local_lookup(aten.gather.default),
     program=owner_programs.gather,
 )
@@ -349,8 +349,8 @@ class Write(NamedTuple):
     Args:
         source: the argument that is written, if it is a tensor.
         adds: whether written values are added: Partial sums are allowed, parts of the source may be added one by one.
-        picks: the kinds of Partial that pass because each element of the result is one of those given.
-        averages: as `adds`, but nothing may be added apart.
+        picks: the kinds of Partial that pass because each element of the result is copied from an operand.
+        averages: whether Partial sums are allowed, but parts of the source may not be added separately.
     """
 
     source: str | None = None
@@ -386,12 +386,12 @@ def scatter_kind(call: Call) -> Write:
 
 
 def kinds_of(value: Any) -> tuple[Partial, ...]:
-    """The kinds of Partial of which a number on every rank is the reduction."""
+    """The kinds of Partial that reduce `value` on every rank to `value`."""
     return KINDS if value == 0 else EXTREMA
 
 
 def scatter(call: Call) -> Factors:
-    """Values put at indices along a dim, dim by dim of the same size."""
+    """Put values at indices along a dim. Other dims are factors if all operands have the same size there."""
     at, kind = own_dim(call), scatter_kind(call)
     own = matching(call, ("self", "index", *((kind.source,) if kind.source else ())), at)
     if not own:

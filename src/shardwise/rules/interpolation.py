@@ -1,4 +1,4 @@
-"""Interpolation: batch and channels are factors; of a sharded dim that is resized, ranks resample windows."""
+"""Interpolation: batch and channels are factors; along a sharded resized dim, ranks resample windows."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from shardwise.rules.taps import Resampling
 from shardwise.rules.windows import SPACE, Places, local_image
 
 aten = torch.ops.aten
-LARGEST = 1 << 16  # of the fractions that scales are taken for in windows
-# rows on either side of where a row is taken from, and one for rounding
+LARGEST = 1 << 16  # denominator of the fraction that approximates a scale
+# rows read before and after the position of a row, and one for rounding
 REACH = {"nearest": (1, 2), "nearest-exact": (1, 2), "linear": (1, 2), "cubic": (2, 3)}
 
 
@@ -42,21 +42,21 @@ def resamplings(call: Call, space: int, kind: str, smooths: bool) -> list[Resamp
 
 
 def window_of_rows(how: Resampling) -> Window:
-    """The rows that a row may be resampled from, with a row to spare."""
+    """The rows that a resampled row may read, and a spare row."""
     ratio = Fraction(how.scale).limit_denominator(LARGEST)
     before, after = REACH[how.kind]
     if how.smooths:
         before = after = int((1 if how.kind == "linear" else 2) * max(how.scale, 1.0)) + 3
     num, per = 2 * ratio.numerator, 2 * ratio.denominator
-    # where a row is taken from: from its first place, or from its middle
+    # the position of a row: its start, or its middle
     middle = 0 if how.corners or how.kind == "nearest" else ratio.numerator - ratio.denominator
     return Window(middle - before * per, middle + after * per, num, per)
 
 
 def resizing_halo(call: Call, space: int, kind: str, smooths: bool) -> Halo | None:
-    """Other dims are resized by the kernel, and then rows of the window are resampled."""
+    """The kernel resizes other dims; then rows of the window are resampled."""
     hows = resamplings(call, space, kind, smooths)
-    if not call["self"].dtype.is_floating_point:  # integers are rounded on the way
+    if not call["self"].dtype.is_floating_point:  # integers would be rounded twice
         return None
 
     def resize(local: torch.Tensor, output_size: Sequence[int], *options: Any, places: Places) -> torch.Tensor:
@@ -89,7 +89,7 @@ def resizing_backward_halo(call: Call, space: int, kind: str, smooths: bool) -> 
 
 
 def _scales(options: Sequence[Any], places: Places, first: int, space: int) -> list[Any]:
-    """The options of the kernel, where the scales of dims that stay as they are are left out."""
+    """The options of the kernel, without scales for the dims in `places`, which it does not resize."""
     others, scales = list(options[: len(options) - space]), options[len(options) - space :]
     return [*others, *(None if first + i in places else scale for i, scale in enumerate(scales))]
 

@@ -13,7 +13,7 @@ from shardwise.core.spec import DTensorSpec
 from shardwise.rules.dims import kept, names, wrapped
 from shardwise.rules.engine import Dim, Factors
 from shardwise.rules.registry import Call, Rows, rule
-from shardwise.rules.slicing import Taken, local_index, pieces_of, runs_along
+from shardwise.rules.slicing import pieces_written, write_pieces
 
 aten = torch.ops.aten
 
@@ -21,12 +21,12 @@ aten = torch.ops.aten
 def joined_factors(
     operands: Sequence[tuple[Dim, ...]], result: tuple[Dim, ...], fit: bool = True, exchanged: Collection[str] = ()
 ) -> Factors:
-    """The factors of several operands whose elements are put into one result: they may be Partial, all alike."""
+    """The factors of operands that are joined into one result. If `fit`, all may have the same Partial."""
     return Factors(tuple(operands), (result,), moves=fit, exchanged=frozenset(exchanged))
 
 
 def same_dtype(call: Call) -> bool:
-    """Whether all tensors of a call are of one dtype, so that nothing is cast on the way."""
+    """Whether all tensors of a call have one dtype, so that nothing is cast."""
     return all(m.dtype is call.results[0].dtype for m in call.operands)
 
 
@@ -43,7 +43,7 @@ def rows_joined(call: Call, dim: int) -> Rows:
 
 @rule(aten.cat.default, rows=rows_joined)
 def cat(call: Call) -> Factors:
-    """Tensors one after the other along a dim; old-style empty ones of one dim are left out by torch too."""
+    """Tensors concatenated along a dim. As in torch, empty tensors of one dim are skipped."""
     ndim = len(call.results[0].shape)
     own = tuple(names(ndim))
     at = wrapped(call["dim"], ndim)
@@ -76,18 +76,12 @@ def rows_replaced(call: Call, dim: int) -> Rows:
 def where_replaced(
     call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
-    """Which rows of the second operand go to which local rows of a sharded dim; nothing of an unsharded one."""
+    """Which rows of the second operand go to which local rows of a sharded dim; empty if the dim is not sharded."""
     spec = outputs[0]
     dim = wrapped(call["dim"], spec.ndim)
     if not spec.dim_axes[dim]:
         return {}
-    size, runs = spec.shape[dim], runs_along(spec, dim, coordinate)
-    if "index" in call.arguments:
-        at = local_index(runs, call["index"] % size)
-        return {"pieces": () if at is None else ((at, 0, 1),)}
-    start = 0 if call["start"] is None else call["start"]
-    first = min(start if start >= 0 else max(start + size, 0), size)
-    return {"pieces": tuple(pieces_of(runs, Taken(first, call["step"], call["src"].shape[dim])))}
+    return {"pieces": pieces_written(call, spec, dim, call["src"], coordinate)}
 
 
 def replace_slice(
@@ -100,14 +94,10 @@ def replace_slice(
     *,
     pieces: Sequence[tuple[int, int, int]] | None = None,
 ) -> torch.Tensor:
-    """The rows replaced, or those of them that this rank holds."""
+    """Replace rows; along a sharded dim, the local ones."""
     if pieces is None:
         return aten.slice_scatter.default(local, src, dim, start, end, step)
-    result = local.clone()
-    for at, first, count in pieces:
-        place = aten.slice.Tensor(result, dim, at, at + (count - 1) * step + 1, step)
-        place.copy_(src.narrow(dim, first, count))
-    return result
+    return write_pieces(local.clone(), src, dim, step, pieces)
 
 
 def replace_index(
@@ -118,7 +108,7 @@ def replace_index(
     *,
     pieces: Sequence[tuple[int, int, int]] | None = None,
 ) -> torch.Tensor:
-    """The index replaced, if this rank holds it."""
+    """Replace an index; along a sharded dim, only on the rank that has it."""
     if pieces is None:
         return aten.select_scatter.default(local, src, dim, index)
     result = local.clone()
@@ -129,7 +119,7 @@ def replace_index(
 
 @rule(aten.slice_scatter.default, rows=rows_replaced, localize=where_replaced, local_op=replace_slice)
 def slice_scatter(call: Call) -> Factors:
-    """A tensor with some indices of a dim replaced. Every so many-th would be as many segments: ranks need all."""
+    """A tensor with some indices of a dim replaced. With a step, the source is replicated along the dim."""
     ndim = len(call["self"].shape)
     at = wrapped(call["dim"], ndim)
     if call["step"] != 1:

@@ -35,7 +35,7 @@ def batched(
     sizes = batch_sizes(call.operands, operands)
 
     def dims(meta: TensorMeta, matrix: int) -> tuple[Dim, ...]:
-        if len(meta.shape) < matrix or meta.shape == (0,):  # was not computed
+        if len(meta.shape) < matrix or meta.shape == (0,):  # a result that was not requested
             return (None,) * len(meta.shape)
         batch = len(meta.shape) - matrix
         names = (f"b{at}" if meta.shape[batch - 1 - at] == sizes[at] else None for at in reversed(range(batch)))
@@ -49,7 +49,7 @@ def batched(
 
 
 def ends_in(operands: str, results: str, linear: tuple[tuple[int, ...], ...] = ()) -> Callable[[Call], Factors | None]:
-    """The rule of an operator whose tensors end in so many dims each."""
+    """The rule of an operator, by the number of matrix dims of each operand and result, one digit each."""
 
     def factors(call: Call) -> Factors | None:
         if call.get("check_errors"):  # an error must occur on every rank
@@ -81,7 +81,7 @@ for (operands, results, *linear), ops in {
     rule(*ops)(ends_in(operands, results, tuple(linear)))
 
 
-# ---------------------------------------------------------------- factors that depend on the order of memory
+# ---------------------------------------------------------------- factorizations that depend on the memory order
 
 
 def order_of_memory(
@@ -123,7 +123,7 @@ def kind_of_system(
 
 
 def local_solve(matrix: torch.Tensor, right_side: torch.Tensor, *, vectors: bool, **kwargs: Any) -> Any:
-    """The equations of a rank. With a dim for the batch a matrix is not taken for a batch of vectors."""
+    """Solve the systems of a rank. Batch dims are added so that a matrix is not mistaken for a batch of vectors."""
     if not vectors and right_side.dim() < matrix.dim():
         right_side = right_side[(None,) * (matrix.dim() - right_side.dim())]
     return factoring(aten._linalg_solve_ex.default)(matrix, right_side, **kwargs)
@@ -131,7 +131,7 @@ def local_solve(matrix: torch.Tensor, right_side: torch.Tensor, *, vectors: bool
 
 @rule(aten._linalg_solve_ex.default, localize=kind_of_system, local_op=local_solve)
 def solve(call: Call) -> Factors | None:
-    """One system of equations for each matrix; right sides are vectors where their shape says so."""
+    """One system of equations for each matrix; right sides are vectors or matrices, by their shape."""
     own = 1 if has_vectors(call) else 2
     if call["check_errors"]:
         return None

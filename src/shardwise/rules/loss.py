@@ -1,4 +1,4 @@
-"""Losses: elements by themselves, then a sum or a mean over shards that may be uneven; each class on its rank.
+"""Losses: computed element by element, then summed or averaged over shards that may be uneven; classes may be sharded.
 
 A mean is a sum of the ranks' means, each weighted by its share of the elements.
 """
@@ -47,12 +47,12 @@ def elementwise(call: Call) -> Factors | None:
 def share_of_mean(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate) -> Mapping[str, Any]:
     """The local share of the elements of a mean."""
     own = inputs[1 if "grad_output" in call.arguments else 0]
-    held, total = own.share(coordinate, range(own.ndim))
-    if call["reduction"] == NONE or held == total:
+    count, total = own.share(coordinate, range(own.ndim))
+    if call["reduction"] == NONE or count == total:
         return {}
-    if not held:  # the mean of an empty tensor is NaN, and some operators leave even its sum undefined
+    if not count:  # the mean of an empty tensor is NaN, and some operators leave even its sum undefined
         return {"share": 0.0, "reduction": SUM}
-    return {"share": held / total} if call["reduction"] == MEAN else {}
+    return {"share": count / total} if call["reduction"] == MEAN else {}
 
 
 def forward_on_share(op: Any, *args: Any, share: float = 1.0, **kwargs: Any) -> Any:
@@ -66,7 +66,7 @@ def forward_on_share(op: Any, *args: Any, share: float = 1.0, **kwargs: Any) -> 
 
 
 def backward_on_share(op: Any, grad: torch.Tensor, *args: Any, share: float = 1.0, **kwargs: Any) -> torch.Tensor:
-    """The gradient of a loss on a rank: the operator divides by the number of local elements, not of all."""
+    """The gradient of a loss on a rank. The operator divides by the local number of elements; `share` corrects it."""
     return op(grad if share == 1.0 else grad * share, *args, **kwargs)
 
 
@@ -95,7 +95,7 @@ declare(
 
 
 def rowwise(call: Call) -> Factors | None:
-    """Each row by itself: classes must not be sharded, nor weights of classes."""
+    """Rows are independent; classes and their weights must not be sharded."""
     if len(call["self"].shape) != 2:
         return None
     rows = call["self"].shape[0]
@@ -151,12 +151,12 @@ def positions(
     counts = target != ignore_index
     known = ((target >= 0) & (target < classes)) | ~counts
     assert_async(known.all(), f"a target is none of the {classes} classes and is not ignored")
-    position, held, before = torch.zeros_like(target, dtype=torch.int64), torch.zeros_like(counts), 0
+    position, found, before = torch.zeros_like(target, dtype=torch.int64), torch.zeros_like(counts), 0
     for start, length in runs:
         here = (target >= start) & (target < start + length)
         position = torch.where(here, target - start + before, position)
-        held, before = held | here, before + length
-    return position, held & counts
+        found, before = found | here, before + length
+    return position, found & counts
 
 
 _library = torch.library.Library("shardwise", "FRAGMENT")
@@ -179,13 +179,13 @@ def pick_class(
     if scores.is_meta:
         return target.new_empty(target.shape, dtype=wide), target.new_empty(target.shape, dtype=wide)
     size = scores.shape[at]
-    position, held = positions(target, ignore_index, runs or (Run(0, size),), size if classes is None else classes)
+    position, is_local = positions(target, ignore_index, runs or (Run(0, size),), size if classes is None else classes)
     if not size:
         zeros = torch.zeros(target.shape, dtype=wide, device=scores.device)
         return zeros, zeros.clone()
     picked = scores.gather(at, position.unsqueeze(at)).squeeze(at).to(wide)
     weights = torch.ones_like(picked) if weight is None else weight[position].to(wide)
-    return torch.where(held, -picked * weights, 0), torch.where(held, weights, 0)
+    return torch.where(is_local, -picked * weights, 0), torch.where(is_local, weights, 0)
 
 
 _library.impl("pick_class", pick_class, "CompositeExplicitAutograd")
@@ -193,7 +193,7 @@ _library.impl("pick_class", pick_class, "CompositeExplicitAutograd")
 
 @rule(torch.ops.shardwise.pick_class.default, localize=classes_here, local_op=pick_class)
 def picking(call: Call) -> Factors:
-    """Rows by themselves; classes may be sharded, and one rank has the class of a target."""
+    """Rows are independent; classes may be sharded, and one rank has the class of a target."""
     scores, target = class_factors(call)
     weight = () if call["weight"] is None else (("c",),)
     return Factors((scores, target, *weight), (target, target))
@@ -213,15 +213,15 @@ def place_class(
     runs: Sequence[Run] | None = None,
     classes: int | None = None,
 ) -> torch.Tensor:
-    """The gradient of what `pick_class` gives, for the scores that a rank holds: zeros but at each target's class."""
+    """The gradient of `pick_class` for the local scores: zero except at each target's class."""
     at = class_dim(scores)
     found = torch.zeros_like(scores, memory_format=torch.contiguous_format)
     size = scores.shape[at]
     if scores.is_meta or not size:
         return found
-    position, held = positions(target, ignore_index, runs or (Run(0, size),), size if classes is None else classes)
+    position, is_local = positions(target, ignore_index, runs or (Run(0, size),), size if classes is None else classes)
     value = -grad if weight is None else -grad * weight[position]
-    return found.scatter_(at, position.unsqueeze(at), torch.where(held, value, 0).to(scores.dtype).unsqueeze(at))
+    return found.scatter_(at, position.unsqueeze(at), torch.where(is_local, value, 0).to(scores.dtype).unsqueeze(at))
 
 
 _library.impl("place_class", place_class, "CompositeExplicitAutograd")
@@ -229,7 +229,7 @@ _library.impl("place_class", place_class, "CompositeExplicitAutograd")
 
 @rule(torch.ops.shardwise.place_class.default, localize=classes_here, local_op=place_class)
 def placing(call: Call) -> Factors:
-    """Every rank fills in the classes that it holds."""
+    """Every rank fills in its local classes."""
     scores, target = class_factors(call)
     weight = () if call["weight"] is None else (("c",),)
     grad = target if call["grad_output"].shape == call["target"].shape else ()
@@ -250,7 +250,7 @@ def ctc_dims(call: Call) -> dict[str, tuple[Dim, ...]] | None:
 
 
 def lengths_here(call: Call, inputs: Specs, outputs: Specs, coordinate: Coordinate) -> Mapping[str, Any]:
-    """The lengths of a rank's samples, and how long `log_alpha` is on one device: as the longest target of all."""
+    """The lengths of a rank's samples, and the width of `log_alpha` on one device, by the longest target."""
     batch = inputs[list(call.tensors).index("log_probs")]
     samples = [i for run in batch.runs(1, coordinate) for i in range(run.start, run.start + run.length)]
     own = {name: [call[name][i] for i in samples] for name in ("input_lengths", "target_lengths")}
@@ -264,7 +264,7 @@ def _alpha_width(target_lengths: Sequence[int]) -> int:
 def local_ctc_loss(
     log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any, *rest: Any, width: int
 ) -> Any:
-    """The loss of a rank's samples; `log_alpha` gets the width that it has on one device."""
+    """The loss of a rank's samples; `log_alpha` is padded to its width on one device."""
     loss, alpha = aten._ctc_loss.default(log_probs, targets, input_lengths, target_lengths, *rest)
     return loss, torch.nn.functional.pad(alpha, (0, width - alpha.shape[-1]), value=-torch.inf)
 
@@ -273,7 +273,7 @@ def local_ctc_loss_backward(
     grad: torch.Tensor, log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any,
     loss: torch.Tensor, alpha: torch.Tensor, *rest: Any, width: int,
 ) -> torch.Tensor:  # fmt: skip
-    """The gradient of a rank's samples; the kernel wants `log_alpha` as wide as their longest target needs."""
+    """The gradient of a rank's samples. The kernel needs `log_alpha` cut to the longest local target."""
     alpha = alpha.narrow(-1, 0, _alpha_width(target_lengths)).contiguous()
     return aten._ctc_loss_backward.default(grad, log_probs, targets, input_lengths, target_lengths, loss, alpha, *rest)
 
@@ -281,19 +281,19 @@ def local_ctc_loss_backward(
 def ctc_loss_on_meta(
     log_probs: torch.Tensor, targets: torch.Tensor, input_lengths: Any, target_lengths: Any, *rest: Any
 ) -> Any:
-    """The shapes of the results, which torch has no meta kernel for."""
+    """The shapes of the results; torch has no meta kernel."""
     steps, samples, _ = log_probs.shape
     return log_probs.new_empty(samples), log_probs.new_empty(samples, steps, _alpha_width(target_lengths))
 
 
 def ctc_loss_backward_on_meta(grad: torch.Tensor, log_probs: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """The same of the gradient."""
+    """The shape of the gradient; torch has no meta kernel."""
     return torch.empty_like(log_probs, memory_format=torch.contiguous_format)
 
 
 @rule(aten._ctc_loss.default, localize=lengths_here, local_op=local_ctc_loss, meta_op=ctc_loss_on_meta)
 def ctc_loss(call: Call) -> Factors | None:
-    """Each sample has a loss of its own. Kernels are not called without samples."""
+    """Samples are independent. Kernels are not called without samples."""
     dims = ctc_dims(call)
     if dims is None:
         return None

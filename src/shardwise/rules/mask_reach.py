@@ -10,13 +10,13 @@ import torch
 
 from shardwise.core.layout import Run
 
-__all__ = ["Blocks", "Reach", "band_of", "reach_of", "reach_of_function"]
+__all__ = ["Blocks", "Reach", "reach_of", "reach_of_function"]
 
 Blocks = Sequence[Sequence[Run]]  # the runs of each position of a ring
 CELL = 64  # keys that are looked at together
 AT_ONCE = 1 << 22  # elements of a mask that are read at once
-SPARSE = 0.75  # far keys are looked for where queries see a smaller part of the cells between the first and the last
-MANY = 0.4  # of the cells that a few queries see: then no more of them are looked at
+SPARSE = 0.75  # far keys are searched if queries see a smaller part of the cells between the first and the last
+MANY = 0.4  # of all cells: if sampled queries see as many, no more rows are read
 MOST_RUNS = 64  # of far keys, on a rank
 
 
@@ -26,8 +26,8 @@ class Reach(NamedTuple):
     Args:
         band: the largest number of keys before and after its own position that a query sees; None if it is unlimited.
         turns: the turns of a ring after which a rank has keys that its queries see, ascending.
-        causal: whether no query sees a key after its own position; False also where that was not looked for.
-        far: keys outside of the band (sinks), those that the queries at each position of a ring see; none: no keys.
+        causal: whether no query sees a key after its own position; False if this was not checked.
+        far: keys outside of the band (sinks) that the queries at each position of a ring see.
     """
 
     band: tuple[int, int] | None
@@ -39,7 +39,7 @@ class Reach(NamedTuple):
 def reach_of(mask: torch.Tensor, queries: Blocks, keys: Blocks) -> Reach | None:
     """Read a mask of scores; minus infinity hides a key. None: all keys may be needed.
 
-    A mask that hides no block is known by a few of its rows.
+    A mask that hides no block is recognized by a few of its rows.
 
     Args:
         mask: (..., queries, keys); one row or column may be broadcast.
@@ -79,10 +79,10 @@ def reach_of(mask: torch.Tensor, queries: Blocks, keys: Blocks) -> Reach | None:
 def reach_of_function(
     visible: Callable[[int, int], torch.Tensor], rows: int, queries: Blocks, keys: Blocks
 ) -> Reach | None:
-    """The same for a mask that is a function. None: all keys may be needed.
+    """`reach_of` for a mask that is a function. None: all keys may be needed.
 
     Args:
-        visible: by the first of some queries and their number, whether they see each key: (..., queries, keys).
+        visible: called with the first query and the number of queries; whether they see each key: (..., queries, keys).
         rows: the number of queries.
         queries: the runs of queries at each position of a ring.
         keys: the runs of keys.
@@ -98,23 +98,9 @@ def reach_of_function(
     turns, columns = _turns(found.by_block, queries, len(keys)), _length(keys)
     if _is_sparse(found) and (split := _split(visible, rows, queries)) is not None:
         return Reach(split[0], turns, right == 0, split[1])
-    # a band as wide as the sequence is none
+    # a band as wide as the sequence is no limit
     band = (left, right) if left < columns - 1 and right < columns - 1 else None
     return None if band is None and right and len(turns) == len(keys) else Reach(band, turns, right == 0)
-
-
-def band_of(mask: torch.Tensor) -> tuple[int, int] | None:
-    """The largest number of keys before and after its own position that a query sees; None if it is unlimited.
-
-    Example:
-        >>> near = torch.ones(8, 8).tril(1).triu(-2).bool()
-        >>> band_of(torch.zeros(8, 8).masked_fill(~near, -math.inf))
-        (2, 1)
-    """
-    if mask.dim() < 2 or mask.shape[-2] < 2 or mask.shape[-1] < 2 or not _is_hidden(mask[..., 0, -1], mask[..., -1, 0]):
-        return None
-    mask = _without_copies(mask)
-    return _band(_read(lambda start, count: mask.narrow(-2, start, count), mask.shape[-2], ()))
 
 
 # ---------------------------------------------------------------- reading
@@ -146,7 +132,7 @@ def _read(visible: Callable[[int, int], torch.Tensor], rows: int, keys: Blocks) 
 
 
 def _in_cells(keys: Blocks, part: torch.Tensor) -> Blocks:
-    """The same runs in cells of keys; none if cells do not end with runs."""
+    """The runs in units of cells; empty if a run ends inside a cell."""
     columns = part.shape[-1]
     ends = {at for runs in keys for run in runs for at in (run.start, run.start + run.length)} - {columns}
     if any(at % CELL for at in ends):
@@ -240,9 +226,9 @@ def _is_sparse(seen: _Seen) -> bool:
 def _split(
     visible: Callable[[int, int], torch.Tensor], rows: int, queries: Blocks
 ) -> tuple[tuple[int, int], tuple[tuple[Run, ...], ...]] | None:
-    """A band, and the keys outside of it that the queries at each position see; None where there are too many.
+    """A band, and the keys outside of it that the queries at each position see; None if there are too many.
 
-    Keys that queries see from far away are left out of the band, as many as make it narrower by more than their number.
+    A distant key is left out of the band if this makes the band narrower by more than the number of keys left out.
     """
     ends = _read_columns(visible, rows, queries)
     columns = ends.last.shape[0]
@@ -265,8 +251,10 @@ def _split(
 
 
 class _Columns(NamedTuple):
-    """By key: the first and the last query that sees it (for none, queries far before and after); by position of a
-    ring and key, whether a query there sees it."""
+    """By key, the first and the last query that sees it; by position of a ring and key, whether a query there sees it.
+
+    For a key that no query sees, the first is beyond the last row and the last is negative.
+    """
 
     first: torch.Tensor
     last: torch.Tensor
@@ -302,7 +290,7 @@ def _read_columns(visible: Callable[[int, int], torch.Tensor], rows: int, querie
 
 
 def _runs_of(chosen: torch.Tensor) -> tuple[Run, ...]:
-    """Consecutive indices at which a row of booleans is true."""
+    """The runs of true elements."""
     edges = torch.nn.functional.pad(chosen.to(torch.int8), (1, 1)).diff().nonzero().flatten().tolist()
     return tuple([Run(begin, end - begin) for begin, end in zip(edges[::2], edges[1::2], strict=True)])
 

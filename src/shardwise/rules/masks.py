@@ -19,7 +19,7 @@ _library.define("compact(Tensor self, Tensor mask, Tensor place, int size) -> Te
 
 
 def compact(tensor: torch.Tensor, mask: torch.Tensor, place: torch.Tensor, size: int) -> torch.Tensor:
-    """The elements that a mask lets through, at most `size`, and zeros for the rest."""
+    """The elements that a mask selects, at most `size`, padded with zeros."""
     result = tensor.new_zeros(size)
     if not tensor.is_meta:
         found = tensor[mask]
@@ -31,7 +31,7 @@ _library.impl("compact", compact, "CompositeExplicitAutograd")
 
 
 def compact_by_owner(place: OwnedPart, named: Mapping[str, Any]) -> Generator[Items, Items, tuple[torch.Tensor, ...]]:
-    """Elements go to the ranks that have their places in the result. In a dry run all of them do."""
+    """Send selected elements to the owners of their positions in the result. A dry run sends all elements."""
     mask = slice(None) if named["mask"].is_meta else named["mask"]
     member, row = owner_of(place, named["place"][mask])
     wrong = torch.zeros((), dtype=torch.bool, device=row.device)

@@ -23,8 +23,8 @@ def added(first: str, second: str, result: str) -> Callable[[Call], Factors]:
     def factors(call: Call) -> Factors:
         own = aligned(call["self"].shape, result, call.results[0].shape)
         # on an empty matrix addmv gives the shape of self, and integers times a fractional beta are refused
-        whole_numbers = not (call.results[0].dtype.is_floating_point or call.results[0].dtype.is_complex)
-        nonempty = frozenset(first if whole_numbers or (result == "m" and own != ("m",)) else "")
+        integers = not (call.results[0].dtype.is_floating_point or call.results[0].dtype.is_complex)
+        nonempty = frozenset(first if integers or (result == "m" and own != ("m",)) else "")
         return Factors(
             (own, tuple(first), tuple(second)),
             (tuple(result),),
@@ -57,20 +57,20 @@ for strings, ops in {
 
 @rule(aten.addbmm_.default, meta_op=aten.addbmm.default)
 def addbmm_in_place(call: Call) -> Factors | None:
-    """Products of a batch added to self, if that has the shape of the result already."""
+    """Products of a batch added to `self`, if `self` has the shape of the result."""
     return None if call["self"].shape != call.results[0].shape else added("bmk", "bkn", "mn")(call)
 
 
 @rule(aten._addmm_activation.default)
 def addmm_activation(call: Call) -> Factors:
-    """A product with something added and a function of it all: the contraction must not be sharded."""
+    """An activation of `self + mat1 @ mat2`: the contracted dim must not be sharded."""
     own = aligned(call["self"].shape, "mn", call.results[0].shape)
     return Factors((own, ("m", "k"), ("k", "n")), (("m", "n"),), unsharded=frozenset("k"))
 
 
 @rule(aten._trilinear.default)
 def trilinear(call: Call) -> Factors:
-    """Three tensors with new dims of size one put in, multiplied, and some dims summed."""
+    """The product of three tensors, expanded by dims of size one, summed over some dims."""
     operands, expands = call.operands, (call["expand1"], call["expand2"], call["expand3"])
     ndim = len(operands[0].shape) + len(expands[0])
     kept = [[d for d in range(ndim) if d not in expand] for expand in expands]
@@ -90,7 +90,7 @@ CDIST_BACKWARD = parse("... m n, ... m k, ... n k, ... m n -> ... m k")
 
 
 def distances(order: float) -> dict[str, Any]:
-    """How distances by some of the elements of vectors are reduced to those by all."""
+    """The reduction that combines distances over parts of the vectors."""
     kind = {0: "sum", 1: "sum", math.inf: "max"}.get(order) or norm_of(order)
     return {"reduce": {"k": kind}, "nonempty": frozenset("k")}
 
@@ -103,15 +103,15 @@ def cdist(call: Call) -> Factors:
 
 @rule(aten._euclidean_dist.default)
 def euclidean_dist(call: Call) -> Factors:
-    """The same of order two."""
+    """Euclidean distances of all pairs of vectors."""
     return replace(pattern_factors(CDIST, call), **distances(2))
 
 
 @rule(aten._cdist_backward.default)
 def cdist_backward(call: Call) -> Factors:
-    """The gradient of the first vectors: each element by itself, of distances by all."""
+    """The gradient of the first vectors, element by element, given the full distances."""
     factors = pattern_factors(CDIST_BACKWARD, call, linear=FIRST)
-    # where one is empty the kernel gives the shape before broadcasting
+    # on empty tensors the kernel returns the shape before broadcasting
     broadcasts = call["x1"].shape != call.results[0].shape
     return replace(factors, nonempty=frozenset(factors.names if broadcasts else "k"))
 
@@ -123,12 +123,12 @@ def pdist(call: Call) -> Factors:
 
 
 def pdist_gradient(grad: torch.Tensor, x: torch.Tensor, p: float, distance: torch.Tensor) -> torch.Tensor:
-    """The kernel needs contiguous rows."""
+    """The gradient of `pdist` on locals; the kernel needs contiguous rows."""
     return aten._pdist_backward.default(grad.contiguous(), x.contiguous(), p, distance.contiguous())
 
 
 @rule(aten._pdist_backward.default, local_op=pdist_gradient)
 def pdist_backward(call: Call) -> Factors:
-    """Each element by itself, as above."""
+    """The gradient of the matrix, element by element, given the full distances."""
     operands = (None,), (None, "k"), (None,)
     return Factors(operands, ((None, "k"),), linear=FIRST, nonempty=frozenset("k"))

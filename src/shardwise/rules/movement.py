@@ -122,7 +122,7 @@ def view_as_real(call: Call) -> Factors:
 
 
 def or_of_a_copy(op: OpOverload) -> Callable[..., Any]:
-    """A view that needs a contiguous last dim; of a copy if the local has none."""
+    """A view that needs a contiguous last dim; a view of a copy if the local has none."""
 
     def view_or_copy(local: torch.Tensor, *args: Any) -> torch.Tensor:
         try:
@@ -136,7 +136,7 @@ def or_of_a_copy(op: OpOverload) -> Callable[..., Any]:
 @rule(aten.view_as_complex.default, local_op=or_of_a_copy(aten.view_as_complex.default))
 @rule(aten.view_as_complex_copy.default)
 def view_as_complex(call: Call) -> Factors:
-    """The last dim is real and imaginary parts; it must not be sharded, and sums only pass where they mean the same."""
+    """The last dim is real and imaginary parts and must not be sharded. Sums pass, extrema do not."""
     own = names(len(call["self"].shape) - 1)
     return Factors(((*own, None),), (tuple(own),), linear=((0,),), keeps_zero=True)
 
@@ -144,7 +144,7 @@ def view_as_complex(call: Call) -> Factors:
 @rule(aten.view.dtype, local_op=or_of_a_copy(aten.view.dtype))
 @rule(aten.view_copy.dtype)
 def view_dtype(call: Call) -> Factors:
-    """The bits read as another dtype: a dim whose size changes must not be sharded; zeros are zeros in all of them."""
+    """The bits read as another dtype. A dim whose size changes must not be sharded; zero is zero in all dtypes."""
     before, after = call["self"].shape, call.results[0].shape
     own: list[Dim] = [f"d{d}" if size == after[d] else None for d, size in enumerate(before)]
     return Factors((tuple(own),), (tuple(own),), keeps_zero=torch.bool not in (m.dtype for m in call.results))
@@ -206,7 +206,7 @@ def flip(call: Call) -> Factors:
 
 
 def rolled_dims(call: Call) -> list[tuple[int, int]]:
-    """Dims that are rolled, each with by how much. A tensor of one dim needs none to be given."""
+    """The rolled dims with their shifts. For a tensor of one dim, `dims` may be empty."""
     ndim = len(call["self"].shape)
     return list(zip([wrapped(d, ndim) for d in call["dims"] or [0]], call["shifts"], strict=True))
 
@@ -244,7 +244,7 @@ def channel_shuffle(call: Call) -> Factors:
 
 @rule(aten.pixel_shuffle.default, aten.pixel_unshuffle.default)
 def pixel_shuffle(call: Call) -> Factors:
-    """Elements go between the channels and the plane."""
+    """Elements move between the channels and the plane."""
     ndim = len(call["self"].shape)
     own = kept(ndim, range(ndim - 3, ndim))
     return moved(own, own, nonempty=frozenset(name for name in own if name))  # torch leaves an empty one as it is
@@ -292,7 +292,7 @@ def diag_embed(call: Call) -> Factors:
 
 @rule(aten.diagonal_backward.default, localize=local_input_sizes)
 def diagonal_backward(call: Call) -> Factors:
-    """Zeros but for the diagonal."""
+    """Zero except on the diagonal."""
     ndim = len(call.results[0].shape)
     gone = [wrapped(call["dim1"], ndim), wrapped(call["dim2"], ndim)]
     own = kept(ndim, gone)
@@ -332,7 +332,7 @@ def indices_of(runs: Sequence[Run], device: torch.device) -> torch.Tensor:
 
 
 def triangle(call: Call) -> Factors:
-    """Part of the elements becomes zero, by global row and column."""
+    """Elements are set to zero by their global row and column."""
     own = names(len(call["self"].shape))
     return moved(own, own)
 
@@ -348,7 +348,7 @@ def global_strides(
     call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
     """The strides of the global tensor on one device."""
-    return {"held": call["self"].stride}
+    return {"global_stride": call["self"].stride}
 
 
 def local_as_strided(
@@ -357,16 +357,16 @@ def local_as_strided(
     stride: Sequence[int],
     storage_offset: int | None = None,
     *,
-    held: Sequence[int] = (),
+    global_stride: Sequence[int] = (),
 ) -> torch.Tensor:
-    """A view by strides, on memory that is laid out as one device would have it."""
+    """A view by strides, of memory in the order of one device."""
     if storage_offset and local.storage_offset():
         raise UnsupportedError(
             "as_strided with a storage_offset on a DTensor that is itself a view: its parts do not share one storage",
             hint="take the view of its base, or clone() it first",
         )
-    if tuple(local.stride()) != tuple(held) and local.numel():
-        local = torch.empty_strided(local.shape, held, dtype=local.dtype, device=local.device).copy_(local)
+    if tuple(local.stride()) != tuple(global_stride) and local.numel():
+        local = torch.empty_strided(local.shape, global_stride, dtype=local.dtype, device=local.device).copy_(local)
     return aten.as_strided.default(local, size, stride, storage_offset or local.storage_offset())
 
 

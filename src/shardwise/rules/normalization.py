@@ -1,4 +1,4 @@
-"""Layer, RMS and group norm: dims that are not normalised over are factors.
+"""Layer, RMS and group norm: dims that are not normalized are factors.
 
 Over sharded dims they are decomposed (`decompose/sharded_norms.py`).
 """
@@ -17,11 +17,9 @@ from shardwise.rules.registry import Call, rule
 
 aten = torch.ops.aten
 
-Specs = tuple[DTensorSpec, ...]
-
 
 def normalizing(call: Call, **facts: Any) -> Factors:
-    """The dims before the normalised ones are factors; weights are not sharded."""
+    """The dims before the normalized ones are factors; weights are not sharded."""
     shape, inner = call["input"].shape, len(call["normalized_shape"])
     own = tuple(f"d{d}" if d < len(shape) - inner else None for d in range(len(shape)))
 
@@ -33,13 +31,13 @@ def normalizing(call: Call, **facts: Any) -> Factors:
 
 @rule(aten.native_layer_norm.default, aten._fused_rms_norm.default)
 def layer_norm(call: Call) -> Factors:
-    """Each row by itself."""
+    """Rows are independent."""
     return normalizing(call)
 
 
 @rule(aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default)
 def layer_norm_backward(call: Call) -> Factors:
-    """Each row by itself; the gradients of the weights sum over the rows."""
+    """Rows are independent; the gradients of the weights sum over them."""
     outer = len(call["input"].shape) - len(call["normalized_shape"])
     return normalizing(call, summed=frozenset(f"d{d}" for d in range(outer)))
 
@@ -52,7 +50,7 @@ def local_batch(
 
 
 def by_batch(call: Call, **facts: Any) -> Factors:
-    """The first dim of everything that has one for the batch."""
+    """The first dim of every tensor with a batch dim is a factor."""
 
     def dims(meta: TensorMeta) -> tuple[str | None, ...]:
         return tuple("n" if d == 0 and len(meta.shape) > 1 else None for d in range(len(meta.shape)))
@@ -61,7 +59,7 @@ def by_batch(call: Call, **facts: Any) -> Factors:
 
 
 def by_channels(x: torch.Tensor) -> bool:
-    """Whether the kernels of group norms read a local with the channels last, as it is in memory: on the CPU alone."""
+    """Whether the kernels of group norm read this local as channels-last. Only CPU kernels do."""
     order = {4: torch.channels_last, 5: torch.channels_last_3d}.get(x.dim())
     return (
         order is not None and x.device.type == "cpu" and not x.is_contiguous() and x.is_contiguous(memory_format=order)
@@ -69,9 +67,9 @@ def by_channels(x: torch.Tensor) -> bool:
 
 
 def dense(x: torch.Tensor, channels_last: bool) -> torch.Tensor:
-    """A local in one of the two orders, copied only if need be.
+    """A local in one of the two memory orders, copied only if necessary.
 
-    Dims of one index get the strides that a new tensor has: kernels look at them to find the order.
+    Dims of size one get the strides of a new tensor: kernels derive the order from them.
     """
     if not channels_last:
         return x.contiguous().view(-1).view(x.shape)
@@ -84,18 +82,18 @@ def local_group_norm(x: torch.Tensor, *rest: Any) -> Any:
 
 
 def local_group_norm_backward(grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> Any:
-    """The gradients of a group norm of a local. The kernel assumes one memory order for both, unchecked."""
+    """The gradients of a group norm of a local. The kernel assumes one memory order for both, without a check."""
     last = by_channels(x)
     return aten.native_group_norm_backward.default(dense(grad, last), dense(x, last), *rest)
 
 
 @rule(aten.native_group_norm.default, localize=local_batch, local_op=local_group_norm)
 def group_norm(call: Call) -> Factors:
-    """Each of the batch by itself."""
+    """Samples are independent."""
     return by_batch(call)
 
 
 @rule(aten.native_group_norm_backward.default, localize=local_batch, local_op=local_group_norm_backward)
 def group_norm_backward(call: Call) -> Factors:
-    """Each of the batch by itself; the gradients of the weights sum over it."""
+    """Samples are independent; the gradients of the weights sum over them."""
     return by_batch(call, summed=frozenset("n"))

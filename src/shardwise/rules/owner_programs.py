@@ -1,7 +1,7 @@
 """Programs of exchanges by owner: ranks send items to their owners, which look up or write, and may answer.
 
 Each index of a sharded dim has one owner. The destinations of items depend on values, so sizes are exchanged first. A
-program is a generator on the plain tensors of one rank: it yields the items to send and is sent those that arrive. A
+program is a generator on the plain tensors of one rank: it yields items to send, and `send` passes in those received. A
 fabric runs it: on one rank, on all virtual ranks in lockstep, or dry.
 """
 
@@ -23,9 +23,9 @@ class Items(NamedTuple):
 
     Args:
         tensors: all with the same number of rows.
-        counts: the number of rows to each member, or from each; -1 for all if the call is in error.
-        arriving: the number of rows that will come from each member, if known: of an answer. Of received items, the
-            number of rows that were sent to each.
+        counts: the number of rows to each member, or from each; -1 for all members if the call is in error.
+        arriving: for an answer, the number of rows expected from each member; for received items, the number of rows
+            that were sent to each.
     """
 
     tensors: tuple[torch.Tensor, ...]
@@ -81,7 +81,7 @@ def owner_of(place: OwnedPart, index: torch.Tensor) -> tuple[torch.Tensor, torch
 
 
 def _owners(place: OwnedPart, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Owners of indices and positions in their parts, and whether some index is out of range: one element."""
+    """Owners of indices, positions in their parts, and a boolean scalar: whether an index is out of range."""
     wrong = ((index < 0) | (index >= place.size)).any()
     return (*owner_of(place, index.long().clamp(0, max(place.size - 1, 0))), wrong)
 
@@ -126,7 +126,7 @@ def write(
 def _elements(
     place: OwnedPart, table: torch.Tensor, index: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """For indices along dim 0, each for one element of other dims: owners, positions in flat tables, an error flag."""
+    """Owners, positions in flat tables, and an error flag, for indices along dim 0 that take one element each."""
     rest = table.shape[1:]
     inner = math.prod(rest)
     columns = torch.arange(inner, device=index.device).view(rest)[tuple(slice(n) for n in index.shape[1:])]
@@ -289,7 +289,7 @@ def index_put(op: Any) -> Program:
 def embedding_dense_backward(
     place: OwnedPart, named: Mapping[str, Any]
 ) -> Generator[Items, Items, tuple[torch.Tensor, ...]]:
-    """Gradients sent to the owners of the rows that they belong to."""
+    """Send gradients to the owners of their rows."""
     grad, indices, padding = named["grad_output"], named["indices"].reshape(-1), named["padding_idx"]
     values = grad.reshape(len(indices), grad.shape[-1])
     member, row, wrong = _owners(place, indices)

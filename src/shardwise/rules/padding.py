@@ -24,7 +24,7 @@ def pads_of(pad: Sequence[int], ndim: int, dim: int) -> tuple[int, int]:
 
 
 def without(pad: Sequence[int], ndim: int, dim: int) -> list[int]:
-    """The same with nothing along one dim."""
+    """The padding with zero along one dim."""
     return [0 if i // 2 == ndim - 1 - dim else n for i, n in enumerate(pad)]
 
 
@@ -97,7 +97,7 @@ def rows_repeated(call: Call, dim: int, segments: Repeated) -> Rows:
 
 
 def rows_given_back(call: Call, dim: int, segments: Repeated) -> Rows:
-    """The rows of the gradient of such a padding: those of rows that were repeated are added up."""
+    """The rows of the gradient of a padding that repeats rows: gradients of repeated rows are added up."""
     ndim = len(call["self"].shape)
     others = without(call["padding"], ndim, dim)
 

@@ -1,6 +1,6 @@
-"""Pointwise operators: every dim is its own factor; one table lists those that Partial placements pass.
+"""Pointwise operators: every dim is a factor. Tables list the operators that keep a Partial.
 
-Partial passes no operator that torch tags as pointwise and that no table here contains.
+An operator that only torch's tag marks as pointwise keeps none.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ def _broadcasting(own: Sequence[int], names: Sequence[Dim], shape: Sequence[int]
 
 
 def pointwise(**facts: Any) -> Rule:
-    """The rule of a pointwise operator with these facts about Partial values."""
+    """The rule of a pointwise operator with these fields of `Factors` about Partial values."""
     return Rule(lambda call: Factors(*broadcast(call), **facts))
 
 
 default_pointwise.append(pointwise())
 
 
-# ---------------------------------------------------------------- which casts a Partial survives
+# ---------------------------------------------------------------- casts that keep a Partial
 
 
 def keeps_sums(before: torch.dtype, after: torch.dtype) -> bool:
-    """Whether the parts of a sum may be cast before they are added: nothing is rounded away, nothing wraps."""
+    """Whether the addends of a sum may be cast before they are added: nothing is rounded, nothing wraps."""
     if before is after:
         return True
     if torch.bool in (before, after) or after.is_complex < before.is_complex:
@@ -69,9 +69,9 @@ def keeps_sums(before: torch.dtype, after: torch.dtype) -> bool:
 def only_rounds(before: torch.dtype, after: torch.dtype) -> bool:
     """Whether a cast rounds and cannot overflow: both dtypes have the same exponents.
 
-    The parts of a sum may then be cast before they are added. Each is rounded once, as the parts that a matrix product
-    of bfloat16 leaves. So gradients of float32 arithmetic on bfloat16 weights stay Partial until they are reduced in
-    one collective.
+    The addends of a sum may then be cast before they are added. Each is rounded once, like the addends of a bfloat16
+    matrix product. So gradients of float32 arithmetic on bfloat16 weights stay Partial until they are reduced in one
+    collective.
     """
     return before is torch.float32 and after is torch.bfloat16
 
@@ -89,15 +89,14 @@ def _widens(before: torch.dtype, after: torch.dtype) -> bool:
 
 
 def sums_exactly(call: Call, group: Iterable[int]) -> bool:
-    """Whether the operands of a linear group enter the result without a cast that would not add up."""
+    """Whether every operand of a linear group is cast to the result's dtype by a cast that keeps sums."""
     dtype = call.results[0].dtype if call.results else call.operands[0].dtype
     return all(keeps_sums(call.operands[i].dtype, dtype) for i in group if i < len(call.operands))
 
 
-# ---------------------------------------------------------------- rows that several modules need
-
-EXTREMA = (Partial("min"), Partial("max"))  # the same value on every rank is its reduction
-SUMS = (Partial("sum"), MaskPartial(), Partial("avg"))  # those that different axes of one tensor may have
+# ---------------------------------------------------------------- rows for several modules
+EXTREMA = (Partial("min"), Partial("max"))  # reduce equal values to that value
+SUMS = (Partial("sum"), MaskPartial(), Partial("avg"))  # commute, so different axes of one tensor may have them
 KINDS = (*SUMS, *EXTREMA, Partial("product"))
 
 
@@ -150,8 +149,8 @@ ZERO_KEEPING = (
     aten.gelu, aten.mish, aten.hardswish, aten.erfinv, aten.nan_to_num,
 )  # fmt: skip
 
-# defined everywhere and never falling (or never rising): min and max may be taken before or after. What gives NaN on
-# part of the line (sqrt, log, asin, ...) is not among them: a part may lie outside where the maximum does not
+# monotone and defined everywhere: min and max may be taken before or after. Functions with NaN on part of the line
+# (sqrt, log, asin, ...) are excluded: a rank's value may be outside of the domain while the maximum is inside
 RISING = (
     aten.exp, aten.exp2, aten.expm1, aten.tanh, aten.sigmoid, aten.atan, aten.sinh, aten.asinh, aten.erf, aten.relu,
     aten.relu6, aten.hardsigmoid, aten.hardtanh, aten.selu, aten.floor, aten.ceil, aten.trunc, aten.round.default,
@@ -186,7 +185,7 @@ LINEAR: dict[Rule, Sequence[Any]] = {
     ),
 }  # fmt: skip
 
-# pointwise operators that torch does not tag, or only in their functional form, and that no list above contains
+# pointwise operators that are in no list above and that torch does not tag, or only in their functional form
 UNTAGGED = (
     aten.copysign_, aten.eq_, aten.ne_, aten.ge_, aten.gt_, aten.le_, aten.lt_, aten.gcd_, aten.lcm_,
     aten.heaviside_, aten.threshold_, aten.xlogy_, aten.floor_divide, aten.floor_divide_, aten.polar,
@@ -195,7 +194,7 @@ UNTAGGED = (
 
 
 def is_out(op: Any) -> bool:
-    """Whether an overload writes to an `out=` argument: those follow from the functional operator."""
+    """Whether an overload writes to an `out=` argument. Its rule is that of the functional operator."""
     return any(a.is_out for a in op._schema.arguments)
 
 
@@ -207,10 +206,10 @@ def declare(made: Rule, ops: Iterable[Any]) -> None:
 def unary_facts() -> dict[Any, dict[str, Any]]:
     """For each unary operator its entries in the lists above."""
     facts: dict[Any, dict[str, Any]] = {}
-    for ops, said in ((ZERO_KEEPING, {"keeps_zero": True}), (RISING, {"monotone": 1}), (FALLING, {"monotone": -1})):
+    for ops, entry in ((ZERO_KEEPING, {"keeps_zero": True}), (RISING, {"monotone": 1}), (FALLING, {"monotone": -1})):
         for op in with_inplace(*ops):
             if not is_out(op):
-                facts.setdefault(op, {}).update(said)
+                facts.setdefault(op, {}).update(entry)
     return facts
 
 
@@ -227,8 +226,8 @@ def unary_rule(keeps_zero: bool = False, monotone: int = 0) -> Rule:
 declare_rule(pointwise(), *(op for op in overloads(UNTAGGED) if not is_out(op)))
 for made, listed in LINEAR.items():
     declare(made, listed)
-for one, said in unary_facts().items():
-    declare_rule(unary_rule(**said), one)
+for unary, entries in unary_facts().items():
+    declare_rule(unary_rule(**entries), unary)
 
 
 # ---------------------------------------------------------------- operators whose rule depends on arguments
@@ -237,7 +236,7 @@ for one, said in unary_facts().items():
 def either(call: Call, chosen: Sequence[int], **more: Any) -> Factors:
     """An operator that picks each element from one of the operands `chosen`: all may have the same Partial.
 
-    Of several only as sums: an extremum over one axis and a sum over another would not be one reduction.
+    With several operands only sums pass: an extremum over one axis and a sum over another do not commute.
     """
     dtype = call.results[0].dtype if call.results else call.operands[0].dtype
     fit = all(call.operands[i].dtype is dtype for i in chosen)
@@ -247,19 +246,19 @@ def either(call: Call, chosen: Sequence[int], **more: Any) -> Factors:
 
 @rule(aten.where.self)
 def where(call: Call) -> Factors:
-    """An element of the one or the other."""
+    """Each element comes from one of two operands."""
     return either(call, (1, 2))
 
 
 @rule(aten.masked_fill.Tensor, aten.masked_fill_.Tensor)
 def masked_fill_tensor(call: Call) -> Factors:
-    """An element of the first or the value of the last."""
+    """Each element comes from the first operand, or is the value of the last."""
     return either(call, (0, 2))
 
 
 @rule(aten.masked_fill.Scalar, aten.masked_fill_.Scalar, reads={"value": is_zero})
 def masked_fill(call: Call) -> Factors:
-    """A number put in: zero is the reduction of zeros of any kind, another number only of itself."""
+    """Elements replaced by a number. Any Partial reduces zeros to zero; only extrema keep another number."""
     if call["value"] == 0:
         return either(call, (0,), linear=FIRST, keeps_zero=True)
     return Factors(*broadcast(call), rows=alike(len(call.operands), (0,), kinds=EXTREMA))
@@ -272,12 +271,12 @@ def copy(call: Call) -> Factors:
     if len(call.operands) < 2:
         return Factors(*broadcast(call))
     source = call.operands[1].dtype
-    pinned = call.op is aten.copy_.default  # the tensor that is written to keeps its layout, so nothing is mixed
+    pinned = call.op is aten.copy_.default  # the written tensor keeps its layout, so kinds of Partial do not mix
     return Factors(*broadcast(call), moves=pinned and source is kind, linear=BOTH if keeps_sums(source, kind) else ())
 
 
 def extremum(kind: str) -> Callable[[Call], Factors]:
-    """Of two operands the larger or the smaller: a Partial of that reduction passes, alone or with another."""
+    """The larger or smaller of two operands: a Partial of that reduction passes, in one operand or in both."""
 
     def factors(call: Call) -> Factors:
         same = all(m.dtype is call.results[0].dtype for m in call.operands)
@@ -294,14 +293,14 @@ rule(aten.minimum.default, aten.min.other)(extremum("min"))
 
 @rule(aten.clamp.Tensor, aten.clamp_.Tensor, aten.clamp_min.Tensor, aten.clamp_max.Tensor, aten.clamp_min_.Tensor)
 def clamp(call: Call) -> Factors:
-    """Grows with the first operand, whatever the bounds are."""
+    """Monotone in the first operand, for any bounds."""
     same = call.operands[0].dtype is (call.results or call.operands)[0].dtype
     rows = alike(len(call.operands), (0,), kinds=EXTREMA) if same else ()
     return Factors(*broadcast(call), rows=rows)
 
 
 def is_positive(exponent: complex) -> tuple[type, bool]:
-    """The type of an exponent, which the result's depends on, and whether zero to that power is zero."""
+    """The type of an exponent, which determines the dtype of the result, and whether zero to that power is zero."""
     return type(exponent), not isinstance(exponent, complex) and exponent > 0
 
 
@@ -313,7 +312,7 @@ def power(call: Call) -> Factors:
 
 @rule(aten._to_copy.default)
 def to_copy(call: Call) -> Factors:
-    """A cast: parts of a sum may be cast where nothing overflows, extrema where order stays, a mask always."""
+    """A cast: sums pass if nothing overflows, extrema if the cast is monotone, a MaskPartial always."""
     before, after = call["self"].dtype, call.results[0].dtype
     return Factors(
         *broadcast(call),

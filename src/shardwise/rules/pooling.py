@@ -13,8 +13,8 @@ import torch
 from shardwise.core.layout import Window
 from shardwise.core.placement import Partial, Replicate
 from shardwise.rules.engine import FIRST, Dim, Factors, Row
+from shardwise.rules.reduction import lowest
 from shardwise.rules.registry import Call, Halo, rule
-from shardwise.rules.scans import lowest
 from shardwise.rules.taps import averaging, bins, in_memory_of
 from shardwise.rules.windows import SPACE, Places, at, kernel_window, window_of, with_rows, with_value
 
@@ -60,8 +60,8 @@ def pool_windows(call: Call, space: int) -> dict[str, Window]:
     }
 
 
-def by_what_is_covered(call: Call, space: int, local: torch.Tensor, places: Places) -> torch.Tensor:
-    """Averages over full kernels, or their gradients, as averages over covered elements: fewer at the borders."""
+def correct_borders(call: Call, space: int, local: torch.Tensor, places: Places) -> torch.Tensor:
+    """Rescale averages over full kernels, or their gradients: at borders a kernel covers fewer elements."""
     if call["divisor_override"] is not None:
         return local
     for dim, place in places.items():
@@ -86,7 +86,7 @@ def average_halo(call: Call, space: int) -> Halo | None:
         local: torch.Tensor, kernel: Any, stride: Any, padding: Any, *options: Any, places: Places
     ) -> torch.Tensor:
         made = call.op(local, kernel, stride, with_value(padding, space, places, 0, local.dim()), *options)
-        return by_what_is_covered(call, space, made, places)
+        return correct_borders(call, space, made, places)
 
     return Halo(pool_windows(call, space), pool, reads=(0,))
 
@@ -97,7 +97,7 @@ def average_backward_halo(call: Call, space: int) -> Halo:
     def pool(grad: torch.Tensor, local: torch.Tensor, *options: Any, places: Places) -> torch.Tensor:
         kernel, stride, padding, *rest = options
         pad = with_value(padding, space, places, 0, local.dim())
-        grad = by_what_is_covered(call, space, grad, places)
+        grad = correct_borders(call, space, grad, places)
         return call.op(grad, window_of(local, places), kernel, stride, pad, *rest)
 
     return Halo(pool_windows(call, space), pool, adds=(0,), reference=0)
@@ -106,9 +106,9 @@ def average_backward_halo(call: Call, space: int) -> Halo:
 def renumbered(
     indices: torch.Tensor, sizes: Sequence[int], new_sizes: Sequence[int], offsets: Sequence[int], steps: Sequence[int]
 ) -> torch.Tensor:
-    """Positions in an image of some size as positions in another, whose origin is shifted by the offsets.
+    """Flat positions in an image as flat positions in another, with another size and the origin shifted by `offsets`.
 
-    A position before a dim of step d becomes the first one inside, in steps of d: the kernel's first row in the image.
+    A negative position along a dim is moved inside, in multiples of its step: to the kernel's first row in the image.
     """
     result = torch.zeros_like(indices)
     scale = 1
@@ -121,7 +121,7 @@ def renumbered(
 
 
 def offsets_of(places: Places, ndim: int, space: int) -> list[int]:
-    """Where the window begins, along the last dims."""
+    """The first row of the window along each of the last dims."""
     return [places[dim].window if dim in places else 0 for dim in range(ndim - space, ndim)]
 
 
@@ -158,20 +158,20 @@ def maximum_backward_halo(call: Call, space: int) -> Halo:
 
 
 def bin_windows(call: Call, space: int) -> dict[str, Window]:
-    """By factor, the rows of an image that a row of an adaptively pooled one is made of."""
+    """By factor, the rows of an image that a row of the adaptively pooled image reads."""
     made = call.get("grad_output") or call.results[0]
     pairs = zip(call["self"].shape[-space:], made.shape[-space:], strict=True)
     return {SPACE[i]: Window(0, size - 1, size, parts) for i, (size, parts) in enumerate(pairs) if parts}
 
 
 def kept_along(shape: Sequence[int], places: Places, space: int) -> list[int]:
-    """The size of a pooled image with the rows of a window left as they are."""
+    """The output size that pools all dims except those of `places`."""
     ndim = len(shape)
     return [places[dim].rows if dim in places else shape[dim] for dim in range(ndim - space, ndim)]
 
 
 def adaptive_average_halo(call: Call, space: int) -> Halo | None:
-    """Other dims are averaged by the kernel, and then rows of the window."""
+    """The kernel averages other dims; then rows of the window are averaged."""
     image, made = call["self"].shape, call.results[0].shape
     if not call["self"].dtype.is_floating_point:
         return None
@@ -198,7 +198,7 @@ def adaptive_average_backward_halo(call: Call, space: int) -> Halo:
 
 
 def adaptive_maximum_halo(call: Call, space: int) -> Halo:
-    """The maxima of other dims by the kernel, and then of rows of the window, with their positions."""
+    """The kernel takes maxima along other dims; then along rows of the window, with their positions."""
     image, made = call["self"].shape, call.results[0].shape
 
     def pool(local: torch.Tensor, output_size: Any, *, places: Places) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,9 +216,9 @@ def adaptive_maximum_halo(call: Call, space: int) -> Halo:
 
 
 def maxima(values: torch.Tensor, indices: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest values along a dim and their indices, as the kernel has them: of several the first, of NaN the last.
+    """The largest values along a dim and their indices, with the kernel's ties: the first maximum, the last NaN.
 
-    Neighbours are compared until one is left, which keeps their order.
+    Neighbours are compared pairwise until one is left, which keeps their order.
     """
     while values.shape[dim] > 1:
         pairs = values.shape[dim] // 2
@@ -249,11 +249,11 @@ def adaptive_maximum_backward_halo(call: Call, space: int) -> Halo:
 
 
 def unsharded_window(call: Call, space: int) -> None:
-    """The dims of a window must not be sharded: any row may be read."""
+    """No halo: any row may be read, so the dims of a window must not be sharded."""
 
 
 Halos = Callable[[Call, int], Halo | None]
-# by what the names of operators in two and three dims begin with: whether linear in the first operand, halos
+# by name, with the number of dims left out: whether the operator is linear in its first operand, and its halo
 POOLS: dict[str, tuple[bool, Halos]] = {
     "avg_pool{}d": (True, average_halo),
     "avg_pool{}d_backward": (True, average_backward_halo),

@@ -1,8 +1,8 @@
-"""Layers of recurrent networks, as oneDNN and cuDNN compute them: the batch is parallel, time is not.
+"""Layers of recurrent networks by oneDNN and cuDNN: the batch is parallel, time is not.
 
-The forward saves an opaque workspace for its backward. So backward runs on the same shards as forward, whatever the
-layout of the gradients. cuDNN's backward has no meta kernel for the shapes of its results: it runs replicated, and so
-does forward.
+The forward saves an opaque workspace for its backward. So backward runs on the same shards as forward, for any layout
+of the gradients. cuDNN's backward has no meta kernel for the shapes of its results: it runs replicated, and so does
+forward.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def layer_backward(
 def _along(
     output: DTensorSpec, batch: int, meta: TensorMeta, dims: Sequence[Dim], without_batch: Placement
 ) -> DTensorSpec:
-    """The layout whose batch is split as that of the output."""
+    """A layout with the batch split like that of the output."""
     own, split = dims.index("b") if "b" in dims else None, output.dim_axes[batch]
 
     def placement(axis: int, of_output: Placement) -> Placement:
@@ -95,6 +95,7 @@ def cudnn(call: Call) -> None:
     """Replicated. Dropout uses cuDNN's own random state, which differs between ranks."""
     if call["dropout"] and call["train"]:
         raise UnsupportedError(
-            "dropout between the layers of a recurrent network on CUDA: cuDNN draws it with a state of each process",
+            "dropout between the layers of a recurrent network on CUDA: cuDNN uses a random state of its own in each"
+            " process",
             hint="set torch.backends.cudnn.enabled = False, or put nn.Dropout between networks of one layer",
         )

@@ -1,6 +1,6 @@
-"""Reductions: a dim that is reduced over may be sharded and leaves a Partial, or must not be sharded.
+"""Reductions: a sharded dim that is reduced over gives a Partial, or must not be sharded.
 
-Reductions that need all of a dim and can be computed from smaller ones are decomposed (`decompose/`).
+Reductions that need a full dim and can be computed from other reductions are decomposed (`decompose/`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Dims = int | Sizes | None
 
 
 def reduced_dims(dim: Dims, ndim: int) -> tuple[int, ...]:
-    """The dims that a reduction runs over, counted from the front; all of them if none is named."""
+    """The reduced dims, counted from the front; all of them if none is given."""
     if dim is None or (not isinstance(dim, int) and not dim):
         return tuple(range(ndim))
     chosen = [dim] if isinstance(dim, int) else dim
@@ -50,7 +50,7 @@ def reducing(call: Call, unsharded: bool = False, **facts: Any) -> Factors | Non
     """The factors of a reduction: results lack the dims that are reduced over, or have them with size one."""
     shape, dims, keepdim = call["self"].shape, dims_of(call), bool(call.get("keepdim"))
     if any(list(meta.shape) != reduced_shape(shape, dims, keepdim) for meta in call.results):
-        return None  # an operator that reads "no dims" differently
+        return None  # an operator for which an empty list of dims means no dims
     own: list[Dim] = list(names(len(shape)))
     result = tuple(None if d in dims else own[d] for d in range(len(own)) if keepdim or d not in dims)
     kept = frozenset(f"d{d}" for d in dims) if unsharded else frozenset()
@@ -68,7 +68,7 @@ def passing(*reductions: str) -> tuple[Row, ...]:
 
 
 def sums_pass(call: Call) -> dict[str, Any]:
-    """Whether a Partial sum passes an operator that adds: not if the elements are rounded to integers first."""
+    """The fields of `Factors` by which a Partial sum passes: none if the elements are rounded to integers first."""
     given, result = call["self"].dtype, call.results[0].dtype
     if result.is_floating_point or result.is_complex:
         return {"linear": FIRST}
@@ -86,7 +86,7 @@ def summing(call: Call) -> Factors | None:
 
 @rule(aten.nansum.default, aten.count_nonzero.default, aten.count_nonzero.dim_IntList)
 def counting(call: Call) -> Factors | None:
-    """A sum of something that is not linear in the elements."""
+    """A sum of terms that are not linear in the elements."""
     return reducing(call)
 
 
@@ -94,12 +94,12 @@ def local_share(
     call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
     """The local share of the elements of a mean."""
-    held, total = inputs[0].share(coordinate, dims_of(call))
-    return {"share": held / total if total else 1.0}
+    count, total = inputs[0].share(coordinate, dims_of(call))
+    return {"share": count / total if total else 1.0}
 
 
 def mean_of_share(local: torch.Tensor, *args: Any, share: float, **kwargs: Any) -> torch.Tensor:
-    """A rank's summand of a mean: its own mean, weighted. Sums of many elements could overflow."""
+    """A rank's addend of a mean: its own mean, weighted. A sum of many elements could overflow."""
     if share == 0:
         return torch.sum(local, *args, **kwargs)
     mean = torch.mean(local, *args, **kwargs)
@@ -108,7 +108,7 @@ def mean_of_share(local: torch.Tensor, *args: Any, share: float, **kwargs: Any) 
 
 @rule(aten.mean.default, aten.mean.dim, localize=local_share, local_op=mean_of_share)
 def averaging(call: Call) -> Factors | None:
-    """A mean is a sum of the ranks' means weighted by their numbers of elements, even and uneven."""
+    """A mean is the sum of the ranks' means, weighted by their numbers of elements."""
     return reducing(call, linear=FIRST)
 
 

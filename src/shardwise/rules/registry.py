@@ -70,7 +70,7 @@ class Rows:
     Args:
         segments: rows and their sources; rows that no segment covers have the fill value.
         fill: the argument that is the fill value; None for zero.
-        first: what runs on each local before, given the local and the fill value: the operator along its other dims.
+        first: runs on each local before the exchange, with the local and the fill value: the operator along other dims.
         adds: whether several segments may have the same rows of a result, which are added up.
     """
 
@@ -93,8 +93,8 @@ class WindowPart(NamedTuple):
 class Halo:
     """How an operator runs if a window slides over a sharded dim.
 
-    The work is split by one tensor, the reference. Of some operands a rank needs the window of its part: these get
-    halos before. Of some results it computes the window: these are added over ranks after.
+    One tensor, the reference, splits the work. Operands of which a rank needs its window get halos before. Results of
+    which a rank computes a window are added up over ranks after.
 
     Args:
         windows: by factor, the rows of tensors with halos that a row of the reference needs.
@@ -130,19 +130,19 @@ class Rule:
             replicated).
         layouts: instead of factors, for operators whose axes are not independent.
         localize: arguments to be replaced on each rank (sizes, offsets).
-        reads: arguments of kind Scalar or float that the rule reads, each with the function of it that matters
-            (whether it is zero): its value is part of the dispatch key. Other numbers are not.
+        reads: arguments of type Scalar or float that the rule reads, each with a function (such as `is_zero`) whose
+            value is part of the dispatch key. Other numbers are not.
         local_op: runs on the locals instead of the operator, with the same arguments.
-        meta_op: runs on meta tensors for the shape of the result, if torch's own refuses arguments that kernels accept,
-            or differs from them.
+        meta_op: runs on meta tensors for the shape of the result, if torch's meta kernel refuses arguments that kernels
+            accept, or returns another shape.
         rows: for a call and a dim whose factor is exchanged, the sources of the rows of results.
         halo: for a call, how it runs with its exchanged factors sharded; None if it cannot.
-        ways: by name, the factors of other ways to run the operator, which dispatch implements.
+        algorithms: by name, the factors of other algorithms for the operator, which dispatch implements.
         program: the program of a rank if an owned row of the factors is chosen.
         by_groups: whether it multiplies each group of rows by a matrix of that group. The gradient of the matrices,
             also a product by groups, takes their layout.
-        gathering_node: the autograd node of the operator, if its formula computes with all of a dim next: the operators
-            before that do not shard the dim, or it would be gathered again.
+        gathering_node: the autograd node of the operator, if its formula needs an unsharded dim. Operators before it
+            then do not shard that dim, to avoid another all-gather.
     """
 
     factors: Callable[[Call], Factors | None] = _no_factors
@@ -153,18 +153,18 @@ class Rule:
     meta_op: Callable[..., Any] | None = None
     rows: Callable[[Call, int], Rows] | None = None
     halo: Callable[[Call], Halo | None] | None = None
-    ways: Mapping[str, Callable[[Call], Factors | None]] = field(default_factory=dict)
+    algorithms: Mapping[str, Callable[[Call], Factors | None]] = field(default_factory=dict)
     program: Program | None = None
     by_groups: bool = False
     gathering_node: str = ""
 
-    def factors_by(self, way: str, call: Call) -> Factors | None:
-        """The factors of a call that is run in one of its ways, "" for the operator itself."""
-        return self.ways[way](call) if way else self.factors(call)
+    def factors_by(self, algorithm: str, call: Call) -> Factors | None:
+        """The factors of a call with one of `algorithms`; "" is the operator itself."""
+        return self.algorithms[algorithm](call) if algorithm else self.factors(call)
 
 
 RULES: dict[OpOverload, Rule] = {}
-USERS_RULES: set[OpOverload] = set()  # whose rule a user has given
+USERS_RULES: set[OpOverload] = set()  # operators with a rule by the user
 
 
 def rule(
@@ -175,7 +175,7 @@ def rule(
     meta_op: Callable[..., Any] | None = None,
     rows: Callable[[Call, int], Rows] | None = None,
     halo: Callable[[Call], Halo | None] | None = None,
-    ways: Mapping[str, Callable[[Call], Factors | None]] | None = None,
+    algorithms: Mapping[str, Callable[[Call], Factors | None]] | None = None,
     program: Program | None = None,
     by_groups: bool = False,
     gathering_node: str = "",
@@ -187,8 +187,8 @@ def rule(
 
     def declare(factors: Callable[[Call], Factors | None]) -> Callable:
         made = Rule(
-            factors, None, localize, _looked_at(reads), local_op, meta_op, rows, halo, ways or {}, program, by_groups,
-            gathering_node,
+            factors, None, localize, _looked_at(reads), local_op, meta_op, rows, halo, algorithms or {}, program,
+            by_groups, gathering_node,
         )  # fmt: skip
         declare_rule(made, *ops)
         return factors
@@ -223,7 +223,7 @@ def layout_rule(
 
 
 def declare_rule(made: Rule, *ops: Any, replace: bool = False) -> None:
-    """Register a rule for some operators, which must have none, unless it is to be replaced."""
+    """Register a rule for operators without one; with `replace`, also for others."""
     for op in overloads(ops):
         assert replace or op not in RULES, f"{op} has a rule already"
         RULES[op] = made
@@ -243,7 +243,7 @@ def pattern_factors(pattern: Pattern, call: Call, **more: Any) -> Factors:
 
 
 def overloads(ops: Sequence[Any]) -> list[OpOverload]:
-    """Packets replaced by their overloads."""
+    """The operators, with packets replaced by their overloads."""
     found: list[OpOverload] = []
     for op in ops:
         if isinstance(op, OpOverloadPacket):
@@ -253,24 +253,24 @@ def overloads(ops: Sequence[Any]) -> list[OpOverload]:
     return found
 
 
-# Decompositions on DTensors: taken if the rule of the operator would communicate, or there is none.
+# Decompositions on DTensors: used if the operator has no rule, or its rule would communicate.
 DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {}
 # The number of reductions along sharded dims of a decomposition: its cost, compared with moving the operands.
 REDUCTIONS: dict[OpOverload, int] = {}
 
 
 def decomposition(*ops: Any, reductions: int | None = None) -> Callable:
-    """Declare how some operators are computed from others; gets the operator's own arguments, with DTensors in them.
+    """Declare how operators are computed from others. The decorated function gets the operator's arguments.
 
     Args:
         ops: the operators.
-        reductions: the number of small collectives along dims that the rule does not shard; if it is not given, the
-            decomposition is taken whenever the rule would communicate.
+        reductions: the number of small collectives along dims that the rule does not shard. By default the
+            decomposition is used whenever the rule would communicate.
     """
 
     def declare(compute: Callable[..., Any]) -> Callable:
         for op in overloads(ops):
-            assert op not in DECOMPOSITIONS, f"{op} is computed from others already"
+            assert op not in DECOMPOSITIONS, f"{op} has a decomposition already"
             DECOMPOSITIONS[op] = compute
             if reductions is not None:
                 REDUCTIONS[op] = reductions
@@ -279,12 +279,12 @@ def decomposition(*ops: Any, reductions: int | None = None) -> Callable:
     return declare
 
 
-# The rule of what torch tags as pointwise; set by rules/pointwise.
+# The rule of operators that torch tags as pointwise; set by rules/pointwise.
 default_pointwise: list[Rule] = []
 
 
 def find_rule(op: OpOverload) -> Rule | None:
-    """The rule of `op`: its own, or the pointwise one where torch says that it is pointwise."""
+    """The rule of `op`: its own, or the default if torch tags it as pointwise."""
     found = RULES.get(op)
     if found is None and default_pointwise and torch.Tag.pointwise in op.tags:
         return default_pointwise[0]

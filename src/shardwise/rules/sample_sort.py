@@ -2,8 +2,8 @@
 
 Each rank sorts its part. Splitters, chosen from samples of all ranks, cut the sorted order of all elements into as many
 parts; each rank gets one, sorts it, and sends its elements to the ranks that own their positions in the result. Columns
-are sorted as one sequence, column by column, so that short columns are no worse than long ones. Equal elements stay in
-order, and indices are part of what is compared: so splitters also cut runs of equal elements.
+are sorted as one sequence, column by column, so short columns cost no more than long ones. Equal elements keep their
+order. Comparisons include indices, so splitters also cut runs of equal elements.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from shardwise.rules.owner_programs import Exchanging, Items, OwnedPart, Program
 
 __all__ = ["SORTED_BY_OWNER", "search", "sort"]
 
-# A rank sends so many samples, or fewer: all samples together are at most a part of what it holds.
-SAMPLES = 64
-PART = 8
+SAMPLES = 64  # the most samples of a rank
+PART = 8  # the samples of all ranks are at most one element in PART of a rank's elements
 # dtypes whose order is that of 64-bit integers
 SORTED_BY_OWNER = {
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -29,7 +28,7 @@ SORTED_BY_OWNER = {
 
 
 class _Sequence(NamedTuple):
-    """Some elements of all columns: their values, and `column * size + index` of each."""
+    """Elements of all columns: their values, and `column * size + index` of each."""
 
     values: torch.Tensor
     places: torch.Tensor
@@ -74,7 +73,7 @@ def sort(place: OwnedPart, named: Mapping[str, Any]) -> Generator[Items, Items, 
 
 
 def _merged(place: OwnedPart, part: _Sequence, descending: bool) -> _Sequence:
-    """Sorted parts of several ranks, one after the other, as one."""
+    """Merge the concatenated sorted parts of several ranks."""
     order = order_of(part.values, descending).argsort(stable=True)
     column = part.places[order].div_(place.size, rounding_mode="floor")
     order = order[column.argsort(stable=True)]
@@ -109,7 +108,7 @@ def _splitters(place: OwnedPart, own: _Sequence, descending: bool) -> Exchanging
 
 
 def _ends(place: OwnedPart, own: _Sequence, bounds: _Sequence, descending: bool) -> torch.Tensor:
-    """Where the elements of each member begin in a sorted sequence, and where the last end: by bisection."""
+    """The positions in a sorted sequence at which the elements of each member begin, and its end: by bisection."""
     count, size = len(own.values), place.size
     low = torch.zeros(len(bounds.values), dtype=torch.int64, device=own.values.device)
     high = torch.full_like(low, count)
@@ -133,11 +132,11 @@ def _start(place: OwnedPart, part: _Sequence) -> Exchanging:
     return got.tensors[0][: place.member].sum()
 
 
-# ---------------------------------------------------------------- searching in what is sorted
+# ---------------------------------------------------------------- searching in a sorted sequence
 
 
 def search(values: str, boundaries: str) -> Program:
-    """The program of a search for sharded values in a sharded sequence: a value goes to the rank that it falls to."""
+    """The program of a search for sharded values in a sharded sequence: each value is sent to the rank of its range."""
 
     def search_by_owner(
         place: OwnedPart, named: Mapping[str, Any]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -10,7 +9,7 @@ import torch
 
 from shardwise.rules.dims import along, names
 from shardwise.rules.engine import Factors
-from shardwise.rules.reduction import sums_pass
+from shardwise.rules.reduction import highest, lowest, sums_pass
 from shardwise.rules.registry import Call, rule
 
 aten = torch.ops.aten
@@ -34,7 +33,7 @@ def summing_up(call: Call) -> Factors:
     return along(call, [call["dim"]], **sums_pass(call))
 
 
-# ---------------------------------------------------------------- part by part
+# ---------------------------------------------------------------- operators on the parts of a sharded dim
 
 
 class Scan(NamedTuple):
@@ -43,20 +42,6 @@ class Scan(NamedTuple):
     scan: Callable[[torch.Tensor, int], torch.Tensor]
     nothing: Callable[[torch.dtype], float]
     join: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
-def lowest(dtype: torch.dtype) -> float:
-    """The lowest value of a dtype."""
-    if dtype is torch.bool:
-        return False
-    return -math.inf if dtype.is_floating_point else torch.iinfo(dtype).min
-
-
-def highest(dtype: torch.dtype) -> float:
-    """The highest value of a dtype."""
-    if dtype is torch.bool:
-        return True
-    return math.inf if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
 SCANS = {
@@ -75,7 +60,7 @@ _library.define("scan_onward(Tensor self, Tensor before, int dim, str kind) -> T
 
 
 def scan_part(local: torch.Tensor, dim: int, kind: str) -> torch.Tensor:
-    """A part scanned by itself."""
+    """The scan of one part."""
     return SCANS[kind].scan(local, dim)
 
 

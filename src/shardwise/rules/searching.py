@@ -17,14 +17,14 @@ from shardwise.rules import sample_sort
 from shardwise.rules.dims import kept, names, wrapped
 from shardwise.rules.engine import Dim, Factors, OwnerRow, Row
 from shardwise.rules.pointwise import pointwise
+from shardwise.rules.reduction import highest, lowest
 from shardwise.rules.registry import Call, declare_rule, rule
-from shardwise.rules.scans import highest, lowest
 
 aten = torch.ops.aten
 
 
 def along_dim(call: Call) -> Factors:
-    """The factors of an operator that works along one dim of its only operand and may leave that dim out."""
+    """The factors of an operator along one dim of its only operand; results may lack that dim."""
     ndim = len(call.operands[0].shape)
     at = wrapped(call["dim"], ndim)
     own = tuple(kept(ndim, [at]))
@@ -55,8 +55,8 @@ _library.define("positions(Tensor self, int dim) -> Tensor")
 
 def positions(local: torch.Tensor, dim: int, *, runs: Sequence[Run] | None = None) -> torch.Tensor:
     """The indices of a dim, of size one in all others; of a shard the global ones."""
-    held = (Run(0, local.shape[dim]),) if runs is None else runs
-    found = [torch.arange(start, start + length, device=local.device) for start, length in held]
+    own = (Run(0, local.shape[dim]),) if runs is None else runs
+    found = [torch.arange(start, start + length, device=local.device) for start, length in own]
     joined = (
         found[0] if len(found) == 1 else torch.cat([*found, found[0][:0]] if found else [local.new_empty(0).long()])
     )
@@ -66,16 +66,16 @@ def positions(local: torch.Tensor, dim: int, *, runs: Sequence[Run] | None = Non
 _library.impl("positions", positions, "CompositeExplicitAutograd")
 
 
-def held_runs(
+def local_runs(
     call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
-    """The indices of the dim that a rank holds."""
+    """The local runs of the dim."""
     return {"runs": inputs[0].block(coordinate).runs[call["dim"]]} if inputs[0].dim_axes[call["dim"]] else {}
 
 
-@rule(torch.ops.shardwise.positions.default, localize=held_runs, local_op=positions)
+@rule(torch.ops.shardwise.positions.default, localize=local_runs, local_op=positions)
 def by_position(call: Call) -> Factors:
-    """Each rank makes those of its own part."""
+    """Each rank makes the indices of its local part."""
     own = names(len(call["self"].shape))
     result = tuple(name if d == call["dim"] else None for d, name in enumerate(own))
     untouched = frozenset((name, 0) for d, name in enumerate(own) if d != call["dim"])
@@ -98,7 +98,7 @@ _library.impl("topk_part", _topk_shape, "CompositeExplicitAutograd")
 def where_part_begins(
     call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
-    """The first index of the sharded dim that a rank holds."""
+    """The first local index of the sharded dim."""
     return {"start": inputs[0].block(coordinate).runs[call["dim"]][0].start}
 
 
@@ -159,7 +159,7 @@ for overloads, name in ((aten.searchsorted, "sorted_sequence"), (aten.bucketize,
 
 @rule(aten.isin.Tensor_Tensor)
 def isin(call: Call) -> Factors:
-    """Each element against all of the others."""
+    """Each element is compared with all test elements."""
     own = tuple(names(len(call["elements"].shape)))
     return Factors((own, (None,) * len(call["test_elements"].shape)), (own,))
 
@@ -169,7 +169,7 @@ declare_rule(pointwise(), aten.isin.Tensor_Scalar)
 
 @rule(aten.histc.default, reads=("min", "max"))
 def histc(call: Call) -> Factors | None:
-    """Counts in bins, added up over the parts; without bounds they come from all of the values."""
+    """Counts in bins, summed over shards. Without bounds the bins depend on all values: no rule."""
     if call["min"] == call["max"]:
         return None
     return Factors((tuple(names(len(call["self"].shape))),), ((None,),))

@@ -1,7 +1,7 @@
-"""The shapes of results, for operators that meet new sizes most often.
+"""The shapes of results, for operators that are called with new sizes most often.
 
-This saves running the operator on meta tensors. Functions return None for unusual arguments, so that torch itself may
-raise.
+This saves running the operator on meta tensors. Functions return None for unusual arguments, so that torch raises its
+own error.
 """
 
 from __future__ import annotations

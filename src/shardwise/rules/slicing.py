@@ -1,7 +1,7 @@
-"""Taking a part of a dim: select and slice, and back.
+"""Select and slice, and their gradients.
 
-A small slice of a sharded dim is contributed by the ranks that have it: others have zeros, a MaskPartial, and nothing
-moves. A longer slice remains sharded, and ranks exchange rows.
+A small slice of a sharded dim is a MaskPartial: ranks contribute their rows and zeros elsewhere, and nothing moves. A
+longer slice stays sharded, and ranks exchange rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 from shardwise.core.layout import Run, Segment
 from shardwise.core.mesh import Coordinate
-from shardwise.core.spec import DTensorSpec
+from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.core.symbolic import known_value
 from shardwise.rules.dims import kept, moved, names, wrapped
 from shardwise.rules.engine import Dim, Factors
@@ -30,7 +30,7 @@ def sums_masks(dtype: torch.dtype) -> bool:
 def contributed(own: Sequence[str], result: Sequence[Dim], dim: int, masked: bool) -> Factors:
     """The factors of taking a part of `dim`; `masked` if each rank may contribute its part of a sharded one.
 
-    Then only sums pass besides: the sum over one axis and the extremum over another would not be one reduction.
+    Then only sums pass: a sum over one axis and an extremum over another do not commute.
     """
     if not masked:
         return moved(own, result, unsharded=frozenset({own[dim]}))
@@ -43,7 +43,7 @@ def runs_along(spec: DTensorSpec, dim: int, coordinate: Coordinate) -> tuple[Run
 
 
 def local_index(runs: Sequence[Run], index: int) -> int | None:
-    """The local position of a global index on a rank with these runs; None if it has not that index."""
+    """The local position of a global index on a rank with these runs; None if the rank lacks it."""
     at = 0
     for run in runs:
         if run.start <= index < run.start + run.length:
@@ -133,7 +133,7 @@ def local_slice(
     pieces: Sequence[tuple[int, int, int]] | None = None,
     length: int = 0,
 ) -> torch.Tensor:
-    """The slice; of a sharded dim, zeros with the pieces that this rank holds."""
+    """The slice; along a sharded dim, the local pieces in zeros."""
     if pieces is None:
         return aten.slice.Tensor(local, dim, start, end, step)
     shape = list(local.shape)
@@ -152,7 +152,7 @@ def rows_sliced(call: Call, dim: int) -> Rows:
 
 @rule(aten.slice.Tensor, aten.slice_copy.Tensor, localize=where_sliced, local_op=local_slice, rows=rows_sliced)
 def slice_(call: Call) -> Factors:
-    """Some indices of a dim. A slice of all changes nothing; a small slice of a sharded dim may be contributed."""
+    """A slice of a dim. A full slice keeps the layout; a small slice of a sharded dim may be a MaskPartial."""
     shape = call["self"].shape
     at = wrapped(call["dim"], len(shape))
     own = names(len(shape))
@@ -162,32 +162,49 @@ def slice_(call: Call) -> Factors:
     return moved(own, own, exchanged=frozenset({own[at]}), reduce={own[at]: "mask"} if little else {})
 
 
-# ---------------------------------------------------------------- backward of those
+# ---------------------------------------------------------------- gradients
 
 
 def local_input_sizes(
     call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
-    """The size of the tensor that was taken from, on the rank at `coordinate`."""
+    """The local size of the forward's operand."""
     return {"input_sizes": list(outputs[0].local_shape(coordinate))}
 
 
 def where_put_back(
     call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
-    """The size of this rank's part of the zeros; where their dim is sharded, its pieces of the gradient."""
+    """The local size of the result and, along a sharded dim, the local pieces of the gradient."""
     spec = outputs[0]
     dim = wrapped(call["dim"], spec.ndim)
     found: dict[str, Any] = {"input_sizes": list(spec.local_shape(coordinate))}
     if not spec.dim_axes[dim]:
         return found
+    return found | {"pieces": pieces_written(call, spec, dim, call["grad_output"], coordinate)}
+
+
+def pieces_written(
+    call: Call, spec: DTensorSpec, dim: int, source: TensorMeta, coordinate: Coordinate
+) -> tuple[tuple[int, int, int], ...]:
+    """The local pieces of an index or a slice of a sharded dim that `source` is written to, as in `pieces_of`."""
     size, runs = spec.shape[dim], runs_along(spec, dim, coordinate)
-    if call.get("index") is not None:
+    if "index" in call.arguments:
         at = local_index(runs, call["index"] % size)
-        return found | {"pieces": () if at is None else ((at, 0, 1),)}
-    first = call["start"] if call["start"] >= 0 else max(call["start"] + size, 0)
-    taken = Taken(first, call["step"], call["grad_output"].shape[dim])
-    return found | {"pieces": tuple(pieces_of(runs, taken))}
+        return () if at is None else ((at, 0, 1),)
+    start = 0 if call["start"] is None else call["start"]
+    first = min(start if start >= 0 else max(start + size, 0), size)
+    return tuple(pieces_of(runs, Taken(first, call["step"], source.shape[dim])))
+
+
+def write_pieces(
+    target: torch.Tensor, source: torch.Tensor, dim: int, step: int, pieces: Sequence[tuple[int, int, int]]
+) -> torch.Tensor:
+    """Write pieces of `source` to every `step`-th local index of `target`, in place."""
+    for at, first, count in pieces:
+        place = aten.slice.Tensor(target, dim, at, at + (count - 1) * step + 1, step)
+        place.copy_(source.narrow(dim, first, count))
+    return target
 
 
 def local_slice_backward(
@@ -200,14 +217,10 @@ def local_slice_backward(
     *,
     pieces: Sequence[tuple[int, int, int]] | None = None,
 ) -> torch.Tensor:
-    """Zeros but for the slice, or for the pieces of it that are this rank's."""
+    """The gradient in zeros; along a sharded dim, its local pieces."""
     if pieces is None:
         return aten.slice_backward.default(grad, input_sizes, dim, start, end, step)
-    result = grad.new_zeros(input_sizes)
-    for at, first, count in pieces:
-        place = aten.slice.Tensor(result, dim, at, at + (count - 1) * step + 1, step)
-        place.copy_(grad.narrow(dim, first, count))
-    return result
+    return write_pieces(grad.new_zeros(input_sizes), grad, dim, step, pieces)
 
 
 def local_select_backward(
@@ -218,7 +231,7 @@ def local_select_backward(
     *,
     pieces: Sequence[tuple[int, int, int]] | None = None,
 ) -> torch.Tensor:
-    """Zeros but for one index, if it is this rank's."""
+    """The gradient at one index of zeros; along a sharded dim, only on the rank that has the index."""
     if pieces is None:
         return aten.select_backward.default(grad, input_sizes, dim, index)
     result = grad.new_zeros(input_sizes)
@@ -236,7 +249,7 @@ def rows_put_back(call: Call, dim: int) -> Rows:
 
 @rule(aten.slice_backward.default, localize=where_put_back, local_op=local_slice_backward, rows=rows_put_back)
 def slice_backward(call: Call) -> Factors:
-    """Zeros but for the slice."""
+    """Zero except in the slice."""
     shape = call.results[0].shape
     own = names(len(shape))
     return moved(own, own, exchanged=frozenset({own[wrapped(call["dim"], len(shape))]}))
@@ -244,7 +257,7 @@ def slice_backward(call: Call) -> Factors:
 
 @rule(aten.select_backward.default, localize=where_put_back, local_op=local_select_backward)
 def select_backward(call: Call) -> Factors:
-    """Zeros but for one index of a dim."""
+    """Zero except at one index of a dim."""
     ndim = len(call.results[0].shape)
     at = wrapped(call["dim"], ndim)
     own = kept(ndim, [at])

@@ -13,11 +13,11 @@ aten = torch.ops.aten
 
 @rule(aten._softmax.default, aten._log_softmax.default, aten._safe_softmax.default)
 def softmax(call: Call) -> Factors:
-    """Each row by itself."""
+    """Rows are independent."""
     return along(call, [call["dim"]])
 
 
 @rule(aten._softmax_backward_data.default, aten._log_softmax_backward_data.default)
 def softmax_backward(call: Call) -> Factors:
-    """Each row by itself, linear in the gradient."""
+    """Rows are independent; linear in the gradient."""
     return along(call, [call["dim"]], linear=FIRST)

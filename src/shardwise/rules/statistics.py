@@ -32,7 +32,7 @@ def power_sum(
 ) -> torch.Tensor:
     """The sum of powers of absolute values, without a temporary of the operand's size."""
     dims = reduced_dims(dim, local.dim())
-    if not all(local.shape[d] for d in dims):  # most norms of nothing are not defined
+    if not all(local.shape[d] for d in dims):  # most norms of an empty tensor are undefined
         return aten.linalg_vector_norm.default(local, 0, dims, keepdim, dtype=dtype)
     return aten.linalg_vector_norm.default(local, ord, dims, keepdim, dtype=dtype).pow(ord)
 
@@ -62,7 +62,7 @@ NORM_REDUCTIONS = {0: "sum", 1: "sum", math.inf: "max", -math.inf: "min"}
 
 @rule(aten.linalg_vector_norm.default, reads=("ord",), local_op=local_vector_norm)
 def vector_norm(call: Call) -> Factors | None:
-    """Norms of parts are a sum, an extreme, or again a norm."""
+    """Norms of shards are combined by a sum, an extremum or a norm."""
     reduction = NORM_REDUCTIONS.get(call["ord"])
     if reduction is not None:
         return reducing(call, reduce=by(call, reduction))
@@ -76,7 +76,7 @@ def _declare_variance(op: Any, both: bool) -> None:
     ) -> Any:
         if local.numel():
             return op(local, dim, correction=correction, keepdim=keepdim)
-        # the operator would warn of too few elements where a rank just has none of the results
+        # on a rank without results the operator would warn of too few elements
         spread = local.real.mean(dim, keepdim) if local.is_complex() else local.mean(dim, keepdim)
         return (spread, local.mean(dim, keepdim)) if both else spread
 

@@ -21,7 +21,7 @@ FEW = 16  # taps that are added one by one, in the order of torch's kernels
 
 
 class Taps(NamedTuple):
-    """For each row of a result the rows of a window that it is made of: `rows[:, k]` with `weights[:, k]`."""
+    """For each row of a result, the rows of a window and their weights: `rows[:, k]` with `weights[:, k]`."""
 
     rows: ndarray
     weights: ndarray
@@ -44,7 +44,7 @@ class Taps(NamedTuple):
         return in_memory_of(result, local)
 
     def spread(self, local: torch.Tensor, dim: int, size: int) -> torch.Tensor:
-        """The gradient of `apply`: each row is added to the `size` rows of the window that it was made of."""
+        """The gradient of `apply`: each row is added, weighted, to its rows of a window of `size` rows."""
         result = local.new_zeros([size if d == dim else n for d, n in enumerate(local.shape)])
         if self.rows.shape[1] > FEW:
             each = local.repeat_interleave(self.rows.shape[1], dim) * _along(self.weights.ravel().tolist(), local, dim)
@@ -55,7 +55,7 @@ class Taps(NamedTuple):
 
 
 def in_memory_of(result: torch.Tensor, local: torch.Tensor) -> torch.Tensor:
-    """A result with channels last where they are last in the local, as kernels give it."""
+    """A result in the memory format of the local: channels-last if that is, as kernels return it."""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
     last = formats.get(local.dim())
     if last is None or local.is_contiguous() or not local.is_contiguous(memory_format=last):
@@ -73,7 +73,7 @@ def _along(weights: list[float], like: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def averaging(place: WindowPart, size: int, parts: int) -> Taps:
-    """The taps of a dim of `size` that is averaged to `parts` rows, of which some are at a place."""
+    """The taps that average a dim of `size` rows to `parts` rows, for the rows of `place`."""
     first, count = bins(place, size, parts)
     steps = np.arange(count.max())
     inside = steps < count[:, None]
@@ -81,7 +81,7 @@ def averaging(place: WindowPart, size: int, parts: int) -> Taps:
 
 
 def bins(place: WindowPart, size: int, parts: int) -> tuple[ndarray, ndarray]:
-    """First row and number of rows of the parts at a place that adaptive pooling makes of a dim."""
+    """First row and number of rows of each bin of adaptive pooling, for the rows of `place`."""
     at = np.arange(place.start, place.start + place.length)
     first = at * size // parts
     return first, -(-(at + 1) * size // parts) - first
@@ -97,9 +97,9 @@ class Resampling(NamedTuple):
         size: rows before.
         parts: rows after.
         scale: rows before for one row after.
-        corners: whether the first and last rows fall together, else the ends of the dim.
+        corners: whether the centres of the first and last rows coincide; else the ends of the dim do.
         kind: "nearest", "nearest-exact", "linear" or "cubic".
-        smooths: whether all rows before that a row after covers are averaged.
+        smooths: whether each row after is an average of all the rows before that it covers (antialiasing).
         single: whether one device computes positions in single precision.
     """
 
@@ -141,7 +141,7 @@ class Resampling(NamedTuple):
         return first[:, None] + np.arange(-1, 3), cubic(distances, -0.75)
 
     def _smoothed(self, at: ndarray) -> tuple[ndarray, ndarray]:
-        """Each row after is an average by a triangle or a spline, as wide as the rows that it covers."""
+        """Each row after is an average weighted by a triangle or a spline, as wide as the rows that it covers."""
         scale, wide = self.scale, max(self.scale, 1.0)
         support = (1 if self.kind == "linear" else 2) * wide
         centre = scale * (at + 0.5)

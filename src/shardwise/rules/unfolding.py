@@ -1,4 +1,4 @@
-"""Sliding windows as new dims, and their sum: unfold, im2col, col2im."""
+"""Sliding windows as new dims, and sums of windows: unfold, im2col, col2im."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def unfold(call: Call) -> Factors:
 
 
 def unfold_backward_halo(call: Call) -> Halo:
-    """Windows are added up on a rank, and over ranks."""
+    """Windows are added up on each rank, then over ranks."""
     dim = wrapped(call["dim"], len(call["input_sizes"]))
     windows = {f"d{dim}": Window(0, call["size"] - 1, call["step"])}
 
@@ -62,7 +62,7 @@ def unfold_backward(call: Call) -> Factors:
 
 @rule(aten.im2col.default)
 def im2col(call: Call) -> Factors:
-    """Windows as columns: the rows of a channel follow each other, so that even splits of channels stay together."""
+    """Windows as columns. The rows of a channel are adjacent, so an even split of channels is a split of rows."""
     batch = ("b",) * (len(call["self"].shape) - 3)
     return Factors(((*batch, "c", None, None),), ((*batch, "c", None),), linear=FIRST, even=frozenset("c"))
 

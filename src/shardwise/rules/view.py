@@ -4,7 +4,7 @@ A dim's index is a number in mixed radix, and an even split is one of its digits
 goes to the dim of its digit, as a `Shard` if the digit is the leading one there and as a `StridedShard` if not. The
 blocks of a `Zigzag` are a digit too; if they are uneven, its rows must not change. The sizes of a `Ragged` first dim
 are counted in elements of the first dim after the view, if possible. If a digit crosses dims, the only split of a group
-is moved to one that does not. Layouts that cannot be expressed in this way are gathered first.
+is moved to one that does not. Other layouts are gathered first.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ aten = torch.ops.aten
 
 
 class Digit(NamedTuple):
-    """One split of a group of dims: `prefix` is how many values all more significant digits take together.
+    """One split of a group of dims. `prefix` is the product of the radices of all more significant digits.
 
-    Of a zigzag the radix counts blocks, and `end` is how many values the digits up to the end of its dim take.
+    For a zigzag the radix counts blocks, and `end` is the product of the sizes up to the end of its dim.
     """
 
     axis: int
@@ -148,7 +148,7 @@ def map_group(
 
 
 def _fits_as_given(placement: Ragged | Owned, spec: DTensorSpec, group: DimGroup, after: Sequence[int]) -> bool:
-    """Whether the first dim after the view can be split at the elements where the only split of a group is."""
+    """Whether the first dim after the view can be split at the same elements as the only split of the group."""
     if isinstance(placement, Owned):
         return True
     sizes = [size * after[group.outputs[0]] for size in placement.sizes]
@@ -166,9 +166,10 @@ def _same_parts(spec: DTensorSpec, group: DimGroup, after: Sequence[int], axis: 
 def _uneven(
     spec: DTensorSpec, group: DimGroup, after: Sequence[int], dim: int, axis: int
 ) -> list[list[tuple[int, int]]] | None:
-    """A single split of the last dim of a group may be uneven: each row is split the same, before and after the view.
+    """The splits after the view of an uneven single split; None if it cannot be kept.
 
-    One of the first dim may be, if its parts are those of the first dim after the view.
+    A split of the last dim splits each row alike, before and after the view. A split of the first dim is kept if the
+    first dim after the view is cut at the same elements.
     """
     if dim == group.inputs[0] and not spec.rows(axis) and _same_parts(spec, group, after, axis):
         return [[(axis, 0)], *([] for _ in group.outputs[1:])]
@@ -188,9 +189,9 @@ def _uneven(
 
 
 def _moved_split(spec: DTensorSpec, group: DimGroup, after: Sequence[int], axis: int) -> list[Splits] | None:
-    """Where the only axis of a group that falls into no dim may split it before and after the view, evenly.
+    """Even splits by one axis before and after the view, for an axis whose current split fits no dim.
 
-    The major dims after the view are tried first. Ranks exchange their parts, which a gather would multiply.
+    The major dims after the view are tried first. Ranks exchange their shards, which is cheaper than an all-gather.
     """
     n, prefix = spec.mesh.shape[axis], 1
     for size in (after[dim] for dim in group.outputs):
@@ -265,7 +266,7 @@ def _with_splits(spec: DTensorSpec, meta: TensorMeta, splits: Splits) -> DTensor
 
 
 def viewed_freely(spec: DTensorSpec, meta: TensorMeta) -> DTensorSpec | None:
-    """The layout of a view that nothing is moved for; None where something would be."""
+    """The layout of a view without communication; None if the view needs some."""
     needed, placed = regroup(spec, meta.shape)
     if needed != _splits_of(spec):
         return None
@@ -280,11 +281,11 @@ def local_size(
     return {name: list(outputs[0].local_shape(coordinate))}
 
 
-NOT_A_VIEW = (RuntimeError, ValueError)  # where memory does not allow for a view; of fake tensors, the latter
+NOT_A_VIEW = (RuntimeError, ValueError)  # raised if the memory allows no view; the latter by fake tensors
 
 
 def view_or_copy(local: torch.Tensor, size: Sequence[int] = (), *, shape: Sequence[int] | None = None) -> torch.Tensor:
-    """A view of the local where its memory allows one, else a copy."""
+    """A view of the local if its memory allows one, else a copy."""
     size = size if shape is None else shape
     try:
         return aten.view.default(local, size)

@@ -39,12 +39,12 @@ def with_value(values: Any, count: int, dims: Iterable[int], value: int, ndim: i
 
 
 def with_rows(shape: Sequence[int], places: Places) -> list[int]:
-    """A shape with the rows that windows have."""
+    """A shape with the rows of windows along the dims of `places`."""
     return [places[dim].rows if dim in places else size for dim, size in enumerate(shape)]
 
 
 def window_of(local: torch.Tensor, places: Places) -> torch.Tensor:
-    """A tensor of the size of a rank's window, if only the size of an operand is read."""
+    """An uninitialized tensor of the size of a rank's window, for operators that read only the size."""
     shape = with_rows(local.shape, places)
     return local.new_empty_strided(shape, dense_strides(shape, like=local.stride()))
 

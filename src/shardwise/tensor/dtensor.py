@@ -11,10 +11,10 @@ from typing_extensions import TypeIs
 
 from shardwise import modes
 from shardwise.compilers import (
+    declare_to_compiler,
     never_traced,
     refuse_dry,
     single_node,
-    tell_compiler,
 )
 from shardwise.core.cache import BoundedCache
 from shardwise.core.html import spec_html
@@ -253,7 +253,7 @@ class DTensor(CompileProtocol):
             torch.Size([8, 3])
         """
         if is_dynamo_compiling():
-            tell_compiler()
+            declare_to_compiler()
             return _from_local_in_graph(
                 local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements, shard_order
             )

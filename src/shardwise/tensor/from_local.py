@@ -68,7 +68,7 @@ def _spec_from_local(
     kept = checked_placements(placements, mesh, local.dim() if shape is None else len(shape))
     if shape is None:
         if stride is not None:
-            raise LayoutError("from_local: stride= without shape=", hint="give the global shape beside its strides")
+            raise LayoutError("from_local: stride= without shape=", hint="pass the global shape as shape= as well")
         sizes = [of_rank(size, 0) for size in local.shape]
         for axis, placement in enumerate(kept):
             if isinstance(placement, Ragged):

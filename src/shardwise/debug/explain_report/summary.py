@@ -121,10 +121,10 @@ class RecordSummary:
         return {}
 
 
-def _once(summary: RecordSummary, what: str, record: Record, find: Callable[[Record], Any]) -> Any:
+def _once(summary: RecordSummary, query: str, record: Record, find: Callable[[Record], Any]) -> Any:
     """`find(record)`, computed once for each signature: a loop has many records of one signature."""
     key = (
-        what,
+        query,
         id(record.decision),
         len(record.moves) > 0,
         record.received_inside > 0,

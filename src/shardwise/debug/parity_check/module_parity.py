@@ -103,10 +103,10 @@ class ModuleParity:
     def _take_over_parameters(self) -> None:
         """Copy the parameters of the sharded model: updates by an optimizer are not compared."""
         assert self._model is not None
-        held = [*self._model.parameters(), *self._model.buffers()]
+        sources = [*self._model.parameters(), *self._model.buffers()]
         with torch.no_grad():
             for target in (self._plain, self._exact):
-                for mine, other in zip((*target.parameters(), *target.buffers()), held, strict=True):
+                for mine, other in zip((*target.parameters(), *target.buffers()), sources, strict=True):
                     mine.copy_(_gathered(other.detach()))
 
     # ---------------------------------------------------------------- forward
@@ -256,7 +256,7 @@ def _gathered(value: Any) -> Any:
     mesh = value._spec.mesh
     if mesh.size() < mesh.grid_size and fabric_of(mesh).many_ranks:
         raise UnsupportedError(
-            "parity of models: a tensor is on a slice of a mesh, where it may differ from slice to slice",
+            "parity of models: a tensor is on a slice of a mesh, and slices may have different values",
             hint="compare operator by operator: parity() without a model",
         )
     return gather_for_check(value).value

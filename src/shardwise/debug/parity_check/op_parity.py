@@ -47,13 +47,8 @@ __all__ = ["OpParity"]
 _aten = torch.ops.aten
 # The results of these are uninitialized.
 _UNSET = {_aten.empty_like, _aten.new_empty, _aten.new_empty_strided, _aten.empty, _aten.empty_strided, _aten.resize_}
-_OPERATOR_ERRORS = (
-    RuntimeError,
-    NotImplementedError,
-    TypeError,
-    ValueError,
-    IndexError,
-)  # of an operator on one device
+# Errors of an operator on one device.
+_OPERATOR_ERRORS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError)
 
 
 class StateBefore(NamedTuple):
@@ -109,8 +104,8 @@ class CompletedCall:
     def addends(self) -> float:
         """The largest magnitude of an addend of a Partial operand or output. Collective: all ranks must call it."""
         given = [self.before.written.get(id(t), (t,))[0] for t in self.operands]
-        held = [gather_for_check(tensor).largest for tensor in given if tensor._spec.partial_axes]
-        return max([*held, *(output.largest for output in self.outputs)], default=0.0)
+        of_operands = [gather_for_check(tensor).largest for tensor in given if tensor._spec.partial_axes]
+        return max([*of_operands, *(output.largest for output in self.outputs)], default=0.0)
 
     def results(self, call: PlainCall, result: Any) -> list[torch.Tensor]:
         """The outputs of a plain call of the same operator."""
@@ -144,7 +139,7 @@ class OpParity:
     def observing(self) -> Iterator[None]:
         """Inside the context, every operator and every redistribution is compared, on all threads."""
         if tensor_moved:
-            raise UnsupportedError("DTensors are watched already", hint="leave the first parity() before a second one")
+            raise UnsupportedError("parity() is active already", hint="leave the first parity() before a second one")
         intercepted["__torch_dispatch__"].add(self.operator)
         tensor_moved.append(self.moved)
         tensor_entered.append(self.entered)
@@ -216,7 +211,7 @@ class OpParity:
             line, backward = self._lines.here()
             spec = str(tensor._spec)
             found = Difference("replicas", f"the DTensor {spec}", line, backward, (), spec, gathered.differing)
-            self._found(found, "ranks that hold the same block must hold the same values")
+            self._found(found, "replicas of a block must have the same values")
 
     def _before(self, info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StateBefore:
         generator = None
@@ -311,7 +306,7 @@ class OpParity:
         found = _filled(Difference(kind, what, line, backward, (str(source._spec),), output.text), verdict, output)
         if kind == "wrong":
             self._mark_tainted([output])
-            self._found(found, "a collective of the route did not deliver the values that were sent")
+            self._found(found, "a collective of the route delivered wrong values")
             return
         self.report.counts[kind] += 1
         if kind == "rounding" and self.report.first_rounding is None:

@@ -49,8 +49,8 @@ class Difference:
         lines = [f"{self.what} {verbs[self.kind]}, {where}"]
         if self.operands:
             lines.append(f"  operands {', '.join(self.operands)}")
-        held = f", on the ranks at {', '.join(map(str, self.ranks[:4]))}" if self.ranks else ""
-        lines.append(f"  result   {self.result}{held}")
+        ranks = f", on the ranks at {', '.join(map(str, self.ranks[:4]))}" if self.ranks else ""
+        lines.append(f"  result   {self.result}{ranks}")
         if self.kind != "replicas":
             lines.append(
                 f"  at {list(self.at)} it is {self.value:.8g}, on one device {self.expected:.8g}: "

@@ -58,8 +58,8 @@ def fitting(text: str, width: float, height: float, largest: float = 14) -> floa
     return size if size >= 7 else None
 
 
-def _words(attributes: dict[str, str]) -> str:
-    """Attributes of an element; names of Python become those of SVG."""
+def _attributes(attributes: dict[str, str]) -> str:
+    """The attributes of an element as text; Python names become SVG names."""
     return "".join(f' {name.rstrip("_").replace("_", "-")}="{escape(value)}"' for name, value in attributes.items())
 
 
@@ -83,7 +83,7 @@ class Canvas:
         shape = f'<rect x="{x:.6g}" y="{y:.6g}" width="{width:.6g}" height="{height:.6g}"'
         shape += f' rx="{radius:g}"' if radius else ""
         end = f"><title>{escape(title)}</title></rect>" if title else "/>"
-        self.shapes.append(f"{shape}{_words(attributes)}{end}")
+        self.shapes.append(f"{shape}{_attributes(attributes)}{end}")
 
     def text(
         self,
@@ -122,14 +122,7 @@ class Canvas:
             self.reach(x, y)
         corners = " ".join(f"{x:.6g},{y:.6g}" for x, y in points)
         end = f"><title>{escape(title)}</title></polygon>" if title else "/>"
-        self.shapes.append(f'<polygon points="{corners}"{_words(attributes)}{end}')
-
-    def chip(self, x: float, y: float, text: str, size: float = 12) -> float:
-        """Add a text in a rounded box; returns its right edge."""
-        width = text_width(text, size) + 18
-        self.rect(x, y - size, width, 2 * size, radius=size, class_="chip")
-        self.text(x + width / 2, y, text, size, anchor="middle")
-        return x + width
+        self.shapes.append(f'<polygon points="{corners}"{_attributes(attributes)}{end}')
 
     def svg(self, title: str, margin: float = 24) -> str:
         """The SVG document."""

@@ -17,7 +17,7 @@ __all__ = ["draw_ring"]
 
 SIDE, GAP, TOP, LEFT = 150.0, 34.0, 118.0, 44.0
 A_LINE = 4  # turns in a line
-MOST = 64  # positions of a ring that can be told apart
+MOST = 64  # the most positions of a ring in one picture
 
 
 def draw_ring(what: Any, *, causal: bool = True) -> Drawing:
@@ -45,7 +45,9 @@ def draw_ring(what: Any, *, causal: bool = True) -> Drawing:
         )
     pairs = ring_pairs(spec, spec, causal, masked=False)
     if pairs.count > MOST or spec.shape[SEQUENCE] == 0:
-        raise LayoutError(f"a ring of {pairs.count} ranks is too large for a picture", hint=f"at most {MOST} ranks")
+        raise LayoutError(
+            f"draw_ring: a ring of {pairs.count} ranks is too large for a picture", hint=f"draw at most {MOST} ranks"
+        )
     return Drawing(_picture(spec, pairs).svg(f"a ring of {spec}"))
 
 
@@ -96,7 +98,7 @@ def _draw_scores(
     turn: int,
     at: tuple[float, float],
 ) -> float:
-    """Draw what a rank computes in a turn; returns the number of scores."""
+    """Draw the scores that a rank computes in a turn; returns their number."""
     block, length, scores = (position - turn) % pairs.count, spec.shape[SEQUENCE], 0.0
     scale = SIDE / length
     for queries, keys, tile in pairs.pieces(coordinate, block):

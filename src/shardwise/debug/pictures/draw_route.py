@@ -22,9 +22,7 @@ def draw_route(route: Route) -> Canvas:
     canvas = Canvas()
     canvas.text(24, 34, f"{route.source} → {route.target.layout}", 17, kind="ink mono", weight=600)
     many = "1 collective" if route.collectives == 1 else f"{route.collectives} collectives"
-    total = (
-        f"{many} · {human_bytes(route.received)} received by a rank · {human_bytes(route.peak_bytes)} held at the peak"
-    )
+    total = f"{many} · {human_bytes(route.received)} received by a rank · {human_bytes(route.peak_bytes)} peak memory"
     canvas.text(24, 58, total if route.steps else "nothing to do: the layouts are the same", 13, kind="soft")
     right, bottom = _draw_state(canvas, route.source, 24, TOP)
     top = TOP

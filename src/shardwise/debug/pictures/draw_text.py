@@ -49,7 +49,7 @@ def visualize_sharding(dtensor: Any, header: str = "", use_rich: bool = False) -
                ├────────────────────────┤
            2:3 │          2,3           │
                └────────────────────────┘
-        replicated over tp: each block is held 2 times
+        replicated over tp: 2 replicas of each block
     """
     spec = dtensor._spec if isinstance(dtensor, DTensor) else dtensor
     if not isinstance(spec, DTensorSpec):
@@ -78,7 +78,7 @@ def picture_text(spec: DTensorSpec, width: int = WIDTH) -> list[str]:
           ┌──────────┬──────────┬─────┐
           │    0     │    1     │  2  │
           └──────────┴──────────┴─────┘
-        rank 3 holds nothing
+        rank 3 has no elements
     """
     face = face_of(spec)
     lines = [f"{spec} on {mesh_text(spec.mesh)}"]
@@ -124,14 +124,11 @@ def notes(face: Face) -> list[str]:
     copies = [axis for axis in range(mesh.ndim) if axis not in split and axis not in spec.partial_axes]
     copies = [axis for axis in copies if mesh.shape[axis] > 1]
     if copies:
-        found.append(f"replicated over {_axis_names(mesh, copies)}: each block is held {len(holders.groups):,} times")
+        found.append(f"replicated over {_axis_names(mesh, copies)}: {len(holders.groups):,} replicas of each block")
     if (idle := face.idle_ranks) and 0 not in spec.shape:
-        found.append(f"{'rank' if len(idle) == 1 else 'ranks'} {ranks_text(idle)} {_hold(len(idle))} nothing")
+        subject = f"rank {idle[0]} has" if len(idle) == 1 else f"ranks {ranks_text(idle)} have"
+        found.append(f"{subject} no elements")
     return found
-
-
-def _hold(count: int) -> str:
-    return "holds" if count == 1 else "hold"
 
 
 def _axis_names(mesh: DeviceMesh, axes: Sequence[int]) -> str:

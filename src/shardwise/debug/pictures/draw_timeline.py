@@ -37,7 +37,7 @@ class Timeline(NamedTuple):
     Args:
         title: the name of the program.
         subtitle: its sums.
-        calls: how many calls there are.
+        calls: the number of calls.
         lanes: named rows of spans.
         memory: bytes after each call.
     """
@@ -92,8 +92,8 @@ def _draw_memory(canvas: Canvas, memory: Sequence[int], scale: float, y: float) 
     canvas.text(24, y + CURVE / 2, "memory", 12, kind="ink mono")
     canvas.text(24, y + CURVE / 2 + 18, f"{human_bytes(peak)} at most", 11.5, kind="soft")
     points = [(LEFT, y + CURVE)]
-    for at, held in enumerate(memory):
-        level = y + CURVE * (1 - held / peak)
+    for at, size in enumerate(memory):
+        level = y + CURVE * (1 - size / peak)
         if points[-1][1] != level:
             points += [(LEFT + at * scale, points[-1][1]), (LEFT + at * scale, level)]
     points.append((LEFT + WIDTH, points[-1][1]))

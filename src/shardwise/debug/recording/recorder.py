@@ -71,13 +71,10 @@ class _State:
     def __init__(self) -> None:
         self.count = 0
         self.decisions: BoundedCache[Any, Decision] = BoundedCache(MAX_KNOWN)  # by key and cost model
-        self.by_node: BoundedCache[int, Record] = BoundedCache(
-            MAX_NODES
-        )  # by the sequence number of the forward operator's autograd node
-        # by id
-        self.made: BoundedCache[int, tuple[weakref.ref[torch.Tensor], int]] = BoundedCache(
-            MAX_KNOWN
-        )  # tensors, and the record that made them
+        # by the sequence number of the forward operator's autograd node
+        self.by_node: BoundedCache[int, Record] = BoundedCache(MAX_NODES)
+        # by id: tensors, and the index of the record that made them
+        self.made: BoundedCache[int, tuple[weakref.ref[torch.Tensor], int]] = BoundedCache(MAX_KNOWN)
         self.thread = threading.local()
 
     @property

@@ -1,9 +1,9 @@
-"""Gradients asked for by parameter: `torch.autograd.grad` and `backward(inputs=...)` on data parallel modules.
+"""Gradients requested by parameter: `torch.autograd.grad` and `backward(inputs=...)` on data parallel modules.
 
 A module computes with gathered leaves. Their gradients are reduced outside of autograd, and become `.grad` of the
-stored parameters at the end of a backward. So no path of autograd leads to a stored parameter: torch would take it for
-unused, and give None or no gradient without an error. These calls are refused. Both functions of torch are wrapped when
-the first data parallel module is made.
+stored parameters at the end of a backward. So autograd has no path to a stored parameter: torch would treat it as
+unused, and return None or set no gradient without an error. These calls are refused. Both functions of torch are
+wrapped when the first data parallel module is made.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ __all__ = ["wrap_autograd"]
 
 @functools.cache
 def wrap_autograd() -> None:
-    """Let `torch.autograd.grad` and `torch.autograd.backward` refuse parameters that a module computes with."""
+    """Let `torch.autograd.grad` and `torch.autograd.backward` refuse parameters of data parallel modules."""
     torch.autograd.grad = _refusing(torch.autograd.grad, 1)
     torch.autograd.backward = _refusing(torch.autograd.backward, 5)
 
 
 def _refusing(function: Callable[..., Any], position: int) -> Callable[..., Any]:
-    """The function, which refuses such parameters among its argument `inputs`, the one at this position."""
+    """The function with a check of its argument `inputs`, the one at `position`."""
 
     @no_type_check  # a compiler may trace it, and hints of the function are not importable from its module
     @functools.wraps(function, assigned=("__doc__",))
@@ -49,26 +49,26 @@ def _refusing(function: Callable[..., Any], position: int) -> Callable[..., Any]
 
 
 def _kept(given: Any) -> Any:
-    """An argument that may be read twice."""
+    """An argument that can be iterated twice."""
     return tuple(given) if isinstance(given, Iterator) else given
 
 
 def _refuse(outputs: Any, asked: dict[int, str]) -> None:
-    """Raise if a result was computed with a gathered leaf of one of the parameters, given by id and name."""
+    """Raise if a result was computed from a gathered leaf of one of the parameters, given as names by id."""
     for node in _nodes(outputs):
         for stored in getattr(node, STORED, ()):
             if id(stored) in asked:
                 raise UnsupportedError(
-                    f"the gradient of {asked[id(stored)]} was asked for by torch.autograd.grad or "
-                    "backward(inputs=...): gradients of data parallel modules are reduced outside of autograd, which "
-                    "takes their parameters for unused",
+                    f"torch.autograd.grad or backward(inputs=...) requests the gradient of {asked[id(stored)]}: "
+                    "gradients of data parallel modules are reduced outside of autograd, which treats their parameters "
+                    "as unused",
                     hint="call backward() without inputs= and read .grad, with requires_grad_(False) on parameters "
                     "to leave out; or shard the batch alone, after distribute_module(model, mesh)",
                 )
 
 
 def _nodes(outputs: Any) -> Iterator[Any]:
-    """Each node of the graph behind the results, once."""
+    """All nodes of the graph of the results, once each."""
     waiting = [
         each.grad_fn if isinstance(each, torch.Tensor) else getattr(each, "node", None) for each in _listed(outputs)
     ]
@@ -82,7 +82,7 @@ def _nodes(outputs: Any) -> Iterator[Any]:
 
 
 def _listed(given: Any) -> tuple[Any, ...]:
-    """Tensors and edges of the graph, in the forms that torch takes: one, several, or by name."""
+    """Tensors and graph edges as a tuple, from the forms that torch accepts: one, several, or a dict."""
     if given is None:
         return ()
     if isinstance(given, torch.Tensor | GradientEdge):

@@ -64,7 +64,7 @@ def data_axes(mesh: Any, dims: DataParallelMeshDims | None = None) -> DeviceMesh
         joined = [ours[names].flatten(name="_".join(names)) for names in parts]
         axes = tuple(part.axes[0] for part in joined)
         if len({g for axis in axes for g in axis}) != sum(map(len, axes)):
-            raise MeshError(f"{dims} names an axis twice", hint="an axis shards or replicates")
+            raise MeshError(f"{dims} names an axis twice", hint="name an axis either in shard or in replicate")
         return ours._select(axes, tuple(part.axis_name(0) for part in joined))
     return ours
 
@@ -72,7 +72,7 @@ def data_axes(mesh: Any, dims: DataParallelMeshDims | None = None) -> DeviceMesh
 def axes_within(mesh: DeviceMesh, data_mesh: DeviceMesh) -> set[int]:
     """The axes of `mesh` that are data axes, or parts of one: `dp` and `cp` of a flattened `dp_cp`.
 
-    None of them where each rank computes on its own, or on a grid without data axes.
+    Empty if `mesh` is of another grid.
     """
     if mesh.root is not data_mesh.root:
         return set()

@@ -37,21 +37,20 @@ class DataParallelModule:
         return list(states_under(self, recurse=recurse))  # pyright: ignore[reportArgumentType]  # it is a Module too
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward reduces gradients; without, they add up where they are, and nothing is communicated."""
+        """Whether backward reduces gradients. If not, they accumulate locally, without communication."""
         for state in self._states(recurse):
             state.requires_gradient_sync = requires_gradient_sync
 
     def set_gradient_divide_factor(self, factor: float) -> None:
         """Set the divisor of the sum of the ranks' gradients of this module's own parameters.
 
-        By default that is the number of ranks where inputs are plain tensors, and 1 where they are DTensors, whose loss
-        is that of the global batch.
+        The default is the number of ranks for plain inputs, and 1 for DTensors, whose loss is that of the global batch.
         """
         getattr(self, STATE).gradient_divide_factor = factor
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward adds gradients up where they are, and reduces nothing."""
+        """Inside, backward accumulates gradients locally and reduces nothing."""
         states = self._states()
         before = [state.requires_gradient_sync for state in states]
         self.set_requires_gradient_sync(False)

@@ -1,7 +1,7 @@
 """Many tensors in one flat buffer, so that one collective moves them all: the offset of each in it.
 
-A buffer has a row for each rank that shards the parameters, and in each row a slot for each parameter, as long as the
-largest block of it that any rank holds. Works on the tensors of single ranks; communicates nothing.
+A buffer has a row for each rank that shards the parameters, and in each row a slot for each parameter, as long as its
+largest local block. Works on the tensors of single ranks, without communication.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class ParamSlot:
 
     Args:
         spec: how the parameter is stored.
-        axis: the axis of its mesh that shards it for data parallelism, the most minor one of its dim; None: none does.
+        axis: the data axis of its mesh that shards it, the most minor axis of its dim; None if it is not sharded.
         dim: the dim that is sharded.
     """
 
@@ -48,12 +48,12 @@ class ParamSlot:
 
     @property
     def is_granular(self) -> bool:
-        """Whether it is split between granules alone."""
+        """Whether it is split only between granules."""
         return self.axis is not None and isinstance(self.spec.placements[self.axis], Ragged)
 
     @functools.cached_property
     def gathered(self) -> DTensorSpec:
-        """How the parameter is laid out once it is gathered over the data axis."""
+        """The layout of the parameter after it is gathered over the data axis."""
         if self.axis is None:
             return self.spec
         placements = [*self.spec.placements]
@@ -63,11 +63,11 @@ class ParamSlot:
 
     @property
     def ranks(self) -> int:
-        """How many ranks shard the parameter."""
+        """The number of ranks that shard the parameter."""
         return 1 if self.axis is None else self.spec.mesh.shape[self.axis]
 
     def chunks(self, size: int) -> list[EqualChunks]:
-        """How a dim of `size` is split over the sharding ranks: at most two kinds of blocks."""
+        """The blocks of a dim of `size` over the sharding ranks: of at most two lengths."""
         found = self._chunks.get(size)
         if found is None:
             found = self._chunks[size] = equal_chunks(size, [self.ranks])
@@ -81,7 +81,7 @@ class ParamSlot:
         return not self.spec.is_strided and all(n % m == 0 for n, m in zip(self.spec.shape, parts, strict=True))
 
     def cut(self, full: torch.Tensor, coordinate: Coordinate) -> torch.Tensor:
-        """A copy of the block that the rank at `coordinate` stores, from the local that it computes with."""
+        """A copy of the stored block of the rank at `coordinate`, cut from its gathered parameter."""
         if self.axis is None:
             return full.detach().clone(memory_format=torch.contiguous_format)
         (run,) = runs_of(full.shape[self.dim], (self.spec.division(self.axis).cut(coordinate[self.axis]),))
@@ -107,7 +107,7 @@ class View(NamedTuple):
 
 
 class FlatLayout:
-    """Slots one after the other."""
+    """The flat buffer of a group: consecutive slots."""
 
     def __init__(self, slots: Sequence[ParamSlot]) -> None:
         self.slots = tuple(slots)
@@ -119,9 +119,9 @@ class FlatLayout:
         self._views: dict[tuple[Any, ...], list[tuple[int, View, View]]] = {}  # by shapes, where blocks are uneven
 
     def shapes(self, coordinates: Sequence[Coordinate]) -> tuple[list[Any], list[Any]]:
-        """The stored block of each parameter on a rank, with strides, and the shapes that it computes with.
+        """The stored block of each parameter on a rank, with strides, and the gathered shapes.
 
-        `coordinates` has one for each slot's own mesh.
+        `coordinates` has the coordinate of the rank on each slot's own mesh.
         """
         key = tuple(coordinates)
         found = self._shapes.get(key)
@@ -135,7 +135,7 @@ class FlatLayout:
         return found
 
     def joined(self, tensors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """One row: the blocks that a rank stores, each filled up to its slot."""
+        """One row: the stored blocks of a rank, each padded to its slot."""
         flat = [tensor.reshape(-1) for tensor in tensors]
         if self.is_even and {tensor.dtype for tensor in flat} == {dtype}:
             return torch.cat(flat)
@@ -144,13 +144,13 @@ class FlatLayout:
         return row
 
     def blocks(self, row: torch.Tensor, coordinates: Sequence[Coordinate]) -> list[torch.Tensor]:
-        """The blocks that a rank stores of each parameter, as views of its row."""
+        """The stored blocks of each parameter, as views of the rank's row."""
         start, stored = row.storage_offset(), self.shapes(coordinates)[0]
         pairs = zip(self.offsets, stored, strict=True)
         return [row.as_strided(shape, stride, start + at) for at, (shape, stride) in pairs]
 
     def spread(self, buffer: torch.Tensor, full_tensors: Sequence[torch.Tensor]) -> None:
-        """Fill the locals that a rank computes with from the rows of a gathered buffer."""
+        """Copy the rows of a gathered buffer to the gathered parameters of a rank."""
         if self.is_simple:
             rows = self.slots[0].ranks
             targets = [full.view(rows, -1) for full in full_tensors]
@@ -203,5 +203,5 @@ class FlatLayout:
 
     @functools.cached_property
     def is_simple(self) -> bool:
-        """Whether a row holds even blocks of rows of the tensors: then single calls of torch copy all of them."""
+        """Whether all blocks are even and split dim 0: then one call of torch copies all of them."""
         return self.is_even and all(slot.dim == 0 for slot in self.slots)

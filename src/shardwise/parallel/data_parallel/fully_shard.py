@@ -1,4 +1,4 @@
-"""fully_shard: parameters, gradients and optimizer state split over the data axes. The public face of the engine.
+"""fully_shard: parameters, gradients and optimizer state split over the data axes. The public interface of the engine.
 
 Checks a call and its arguments; the engine decides when parameters are gathered and gradients reduced.
 """
@@ -68,14 +68,14 @@ class FSDPModule(DataParallelModule):
         return getattr(self, STATE)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the module's own parameters, which it then shows, until `reshard` or the end of its next forward.
+        """Gather the module's own parameters. It has them until `reshard` or the end of its next forward.
 
         Args:
             async_op: return at once with a handle to wait on.
         """
-        if not self._state.is_held:
+        if not self._state.keeps_gathered:
             self._state.drop()
-        self._state.is_held = True
+        self._state.keeps_gathered = True
         self._state.start()
         handle = UnshardHandle(self._state)
         if async_op:
@@ -84,8 +84,8 @@ class FSDPModule(DataParallelModule):
         return None
 
     def reshard(self) -> None:
-        """Free the gathered parameters of the module; it shows its shards."""
-        self._state.is_held = False
+        """Free the gathered parameters; the module has its shards again."""
+        self._state.keeps_gathered = False
         self._state.drop()
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
@@ -94,7 +94,7 @@ class FSDPModule(DataParallelModule):
             state.requires_all_reduce = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the end of the next backward waits for the reductions; if not, a later one does."""
+        """Whether the end of the next backward waits for the reductions; if not, a later backward does."""
         for state in self._states():
             state.is_last_backward = is_last_backward
 
@@ -104,7 +104,7 @@ class FSDPModule(DataParallelModule):
             state.set_reshard_after_forward(reshard_after_forward)
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether the gathered parameters are freed after backward; if not, the next forward uses them as they are."""
+        """Whether the gathered parameters are freed after backward; if not, the next forward uses them."""
         for state in self._states(recurse):
             state.reshard_after_backward = reshard_after_backward
 
@@ -147,20 +147,21 @@ def fully_shard(
     Args:
         module: the module, or several that are gathered together.
         mesh: one axis to shard over, or two to replicate over the first and shard over the second. A slice of a larger
-            mesh (`world["dp"]`) composes with tensor parallelism on its other axes. All processes, where there are any
-            and none is given.
-        reshard_after_forward: free the gathered parameters after forward. By default all modules do but the outermost.
-            A number `n` that divides the sharding ranks: each rank keeps 1/n of them, and groups of `n` neighbouring
-            ranks gather them for backward. With the ranks of a host as `n`, backward gathers inside hosts alone.
+            mesh (`world["dp"]`) composes with tensor parallelism on its other axes. By default all processes of an
+            initialized process group.
+        reshard_after_forward: free the gathered parameters after forward. By default all modules except the outermost
+            do. A number `n` that divides the sharding ranks: each rank keeps 1/n of them, and groups of `n`
+            neighbouring ranks gather them for backward. With the ranks of a host as `n`, backward gathers only inside
+            hosts.
         shard_placement_fn: which dim of a parameter to shard, as `Shard(dim)`; None for the first one.
         mp_policy: dtypes to compute, reduce and return in.
         offload_policy: only the default one.
         ignored_params: parameters to leave alone.
-        dp_mesh_dims: the names of the data axes, where `mesh` has others too.
-        granularity: how many indices of the first dim of a parameter stay together on one rank: the rows of a block of
-            quantisation, or of an expert in a stack of experts. A number for all parameters, or a function that gives
-            it for each (None: 1). Shards are then `Ragged`: ranks hold about equally much of all parameters together,
-            with as little padding as the granules allow, instead of an equal part of each.
+        dp_mesh_dims: the names of the data axes, if `mesh` has other axes too.
+        granularity: the number of indices of the first dim of a parameter that stay together on one rank: the rows of
+            a quantization block, or of an expert in a stack of experts. A number for all parameters, or a function that
+            returns it for each (None: 1). Shards are then `Ragged`: ranks have about equal shares of all parameters in
+            total, with as little padding as the granules allow, instead of an equal part of each.
 
     A scalar parameter stays replicated.
 
@@ -208,7 +209,7 @@ def fully_shard(
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """Let another method of a fully sharded module be as its forward: the parameters are there while it runs.
+    """Let another method of a fully sharded module run like its forward, with gathered parameters.
 
     Args:
         module: the module; one that is not fully sharded is not changed.
@@ -271,8 +272,8 @@ def _checked_axes(mesh: Any, dims: DataParallelMeshDims | None) -> DeviceMesh:
 def _check_modules(modules: Sequence[nn.Module], offload_policy: OffloadPolicy | None) -> None:
     if isinstance(offload_policy, CPUOffloadPolicy):
         raise UnsupportedError(
-            "shards are not kept in the host's memory: CPUOffloadPolicy is not supported",
-            hint="leave offload_policy out",
+            "fully_shard does not support CPUOffloadPolicy: shards stay on their device",
+            hint="leave out offload_policy",
         )
     for module in modules:
         if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).forward is nn.Module.forward:
@@ -295,7 +296,7 @@ def _checked_reshard(given: bool | int | None, mesh: DeviceMesh) -> bool | int |
         return given != 1
     if not 1 < given < ranks or ranks % given:
         raise LayoutError(
-            f"reshard_after_forward={given}: the {ranks} ranks that shard the parameters have no groups of so many",
+            f"reshard_after_forward={given}: the {ranks} ranks that shard the parameters do not split into groups",
             hint="use True, False, or a divisor of the number of ranks, for example the ranks of a host",
         )
     return given
@@ -307,7 +308,7 @@ def _shard_of(parameter: nn.Parameter, name: str, choose: ShardPlacementFn | Non
         return Shard(0)
     placement = as_placement(chosen)
     if not isinstance(placement, Shard):
-        raise LayoutError(f"shard_placement_fn gave {chosen!r} for {name}", hint="return Shard(dim), or None")
+        raise LayoutError(f"shard_placement_fn returned {chosen!r} for {name}", hint="return Shard(dim), or None")
     return placement
 
 
@@ -317,20 +318,20 @@ def _by_granules(
     data_mesh: DeviceMesh,
     granularity: Granularity,
 ) -> dict[nn.Parameter, Shard | Ragged]:
-    """The placements of parameters that are split between granules alone; those of one dtype share the ranks."""
+    """The placements of parameters that are split only between granules; those of one dtype are balanced together."""
     by_dtype: dict[torch.dtype, list[tuple[str, nn.Parameter, int]]] = {}
     for name, parameter, _ in found:
         if parameter not in shards:
             continue
         if shards[parameter].dim % parameter.dim():
             raise UnsupportedError(
-                f"{name} is to be sharded along dim {shards[parameter].dim}, and granules are of the first dim",
-                hint="leave shard_placement_fn out, or give granularity to the other modules alone",
+                f"{name}: shard_placement_fn chooses dim {shards[parameter].dim}, and granules are of the first dim",
+                hint="leave out shard_placement_fn, or pass granularity only to the other modules",
             )
         given = granularity(parameter) if callable(granularity) else granularity
         granule = 1 if given is None else operator.index(given)
         if granule < 1:
-            raise LayoutError(f"granularity is {granule} for {name}", hint="at least one index stays together")
+            raise LayoutError(f"granularity is {granule} for {name}", hint="use a granularity of at least 1")
         by_dtype.setdefault(parameter.dtype, []).append((name, parameter, granule))
     placed: dict[nn.Parameter, Shard | Ragged] = {}
     for group in by_dtype.values():

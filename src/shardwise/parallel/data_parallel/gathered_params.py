@@ -1,8 +1,8 @@
 """Gathered parameters: their memory, the leaves that compute on it, and the handles that autograd saves.
 
-The rule that makes any pattern of calls safe: memory is owned by the tensors on it, and never freed under one. A group
-drops its own references when a module is through. Autograd saves a handle instead of the memory, which gathers again
-when it is unpacked. Other references to a tensor keep its memory. Issues no collective itself.
+Memory belongs to the tensors on it and is never freed under one, so any pattern of calls is safe. A group drops its own
+references when a module has finished. Autograd saves a handle instead of the memory, and unpacking the handle gathers
+again. Other references to a tensor keep its memory. Issues no collective itself.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from shardwise.torch_private import (
 
 __all__ = ["STORED", "Gathered", "Leaves", "Source", "at_once", "completion_token", "save_handles"]
 
-ONE_TENSOR = (torch.Tensor, GatheredParameter)  # the usual classes of tensors that are one, not one for each rank
+ONE_TENSOR = (torch.Tensor, GatheredParameter)  # the usual classes of single tensors (others: one for each rank)
 COUNTING = (CachedCheckpointMode, CachingCheckpointMode)  # modes of selective checkpointing
 Take = Callable[[Sequence[torch.Tensor | None]], None]
 
@@ -53,7 +53,7 @@ class Source:
         self.indices = tuple(index for index, parameter in enumerate(self.stored) if parameter is not None)
 
     def versions(self) -> list[int]:
-        """How often each stored parameter has been written to."""
+        """The version counter of each stored parameter."""
         return [self.stored[index]._version for index in self.indices]
 
 
@@ -68,7 +68,7 @@ class GatheringGroup(Protocol):
         ...
 
     def launch_again(self, part: DTensor) -> DTensor:
-        """Begin the all-gather of the parts of the flat buffer that groups of ranks have kept."""
+        """Begin the all-gather of the parts of the flat buffer that ranks have kept."""
         ...
 
     def fill(self, source: Source, buffer: DTensor | None) -> list[Any]:
@@ -80,11 +80,11 @@ class GatheringGroup(Protocol):
         ...
 
     def needed(self, gathered: Gathered) -> None:
-        """Autograd needs memory that has been dropped."""
+        """Called when autograd needs memory that has been dropped."""
         ...
 
     def make_leaves(self, gathered: Gathered, compute_mesh: DeviceMesh | None) -> list[Any]:
-        """Leaves for all parameters, connected to the nodes of autograd that take their gradients."""
+        """Leaves for all parameters, connected to the autograd nodes that receive their gradients."""
         ...
 
 
@@ -111,7 +111,7 @@ class Gathered:
 
     @property
     def is_present(self) -> bool:
-        """Whether the memory is there, or on its way."""
+        """Whether the parameters are gathered, or an all-gather has been started."""
         return self.tensors is not None or self._started
 
     @property
@@ -168,7 +168,7 @@ class Gathered:
         """Release the memory. It is freed when no other tensor uses it.
 
         Args:
-            keep_part: not the part of the flat buffer, from which backward gathers.
+            keep_part: keep the part of the flat buffer from which backward gathers.
         """
         if not keep_part:
             self.part = None
@@ -182,7 +182,7 @@ class Gathered:
         self.tensors, self._pending, self._started = None, None, False
 
     def lend(self, other: Gathered) -> bool:
-        """Let another copy of the same values have the memory of this one, if it is there."""
+        """Share this copy's memory with another copy of the same values; returns whether it did."""
         if self is other or self.tensors is None or self.source is not other.source:
             return False
         if self.versions != other.versions or self.writes or other.writes:
@@ -204,7 +204,7 @@ class Gathered:
         return found.tensors
 
     def take_writes(self) -> dict[int, list[tuple[DeviceMesh | None, bool]]]:
-        """Which parameters were written to since the last look: on leaves of which meshes, and whether in a graph."""
+        """The parameters written to since the last call: the mesh of each written leaf, and whether in a graph."""
         found: dict[int, list[tuple[DeviceMesh | None, bool]]] = {}
         for mesh, (tensors, versions, _) in self._leaves.items():
             for at, index in enumerate(self.source.indices):
@@ -227,11 +227,11 @@ class Gathered:
         return Saved(self, index, spec, views, tensor._version - self._base(tensor, index))
 
 
-_memory: dict[int, tuple[Gathered, int]] = {}  # by storage: whose memory it is
+_memory: dict[int, tuple[Gathered, int]] = {}  # by storage: its gathered copy, and the index of the parameter
 
 
 class Saved(NamedTuple):
-    """A view of gathered memory that can be made again."""
+    """A view of gathered memory that can be restored."""
 
     gathered: Gathered
     position: int  # of the parameter in its group
@@ -293,9 +293,9 @@ never_traced(_pack, _unpack)
 
 
 def save_handles() -> saved_tensors_hooks | None:
-    """From now on operators save handles of gathered memory; `__exit__` of the result ends it.
+    """Let operators save handles of gathered memory, until `__exit__` of the result.
 
-    None if that is active already, if a user's hooks are active (checkpointing: they decide what is saved), and if
+    None if this is active already, if a user's hooks are active (checkpointing, which decides what is saved), or if
     torch allows no hooks: then saved memory is not freed.
     """
     if (
@@ -308,7 +308,7 @@ def save_handles() -> saved_tensors_hooks | None:
     return hooks
 
 
-# ---------------------------------------------------------------- how gradients come back
+# ---------------------------------------------------------------- autograd nodes of gathered leaves
 
 
 STORED = "_shardwise_stored"  # the attribute of a node of leaves with their stored parameters
@@ -330,10 +330,10 @@ class Completion(torch.autograd.Function):
 
 
 def completion_token(variable: Any, done: Callable[[], None]) -> torch.Tensor:
-    """The node that leaves are made from, so that `done` is called when a backward has passed all of them.
+    """A tensor from which leaves are made; its node calls `done` when a backward has run the nodes of all of them.
 
-    On the device of the leaves, so that it is called by the thread of autograd that runs their operators. Its node has
-    an attribute `variable`, a parameter, as the nodes that accumulate gradients have.
+    It is on the device of the leaves, so that the autograd thread that runs their operators calls it. Its node has an
+    attribute `variable`, a parameter, like the nodes that accumulate gradients.
     """
     kept = torch.device("cpu") if variable.device.type == "meta" else variable.device
     with torch.inference_mode(False), torch.enable_grad():
@@ -342,13 +342,13 @@ def completion_token(variable: Any, done: Callable[[], None]) -> torch.Tensor:
 
 
 def at_once(tensor: Any) -> Any:
-    """A result whose node autograd runs as soon as it can, as it does the accumulation of gradients."""
+    """Give the node of a tensor the highest priority in autograd, like the accumulation of gradients."""
     tensor.grad_fn._set_sequence_nr(2**64 - 1)
     return tensor
 
 
 class Leaves(torch.autograd.Function):
-    """The autograd node of the leaves of a bucket: it receives all their gradients at once, and passes them on."""
+    """The autograd node of the leaves of a bucket: it receives all their gradients in one call."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -376,10 +376,10 @@ never_traced(Completion.forward, Completion.backward, Leaves.forward, Leaves.bac
 
 
 def kept_apart(*, grads: bool) -> contextlib.AbstractContextManager[Any]:
-    """Gathered memory and leaves on it are made as always, in whatever mode a module is called; with `grads` or not.
+    """A context for gathering and for making leaves, with gradients or without, independent of the caller's modes.
 
-    They are not inference tensors, and constants to transforms of torch.func. The operators that gather are not the
-    program's: selective checkpointing, which counts those that it sees, does not see them.
+    The tensors are no inference tensors, and constants to transforms of torch.func. Selective checkpointing, which
+    counts operators, does not see those that gather.
     """
     transformed, modes = transforms_active(), dispatch_mode_count()
     if not transformed and not modes and not torch.is_inference_mode_enabled():
@@ -396,7 +396,7 @@ def kept_apart(*, grads: bool) -> contextlib.AbstractContextManager[Any]:
 
 @contextlib.contextmanager
 def _unseen() -> Iterator[None]:
-    """Hide operators from selective checkpointing; other modes (dry runs, profilers) go on to see them."""
+    """Hide operators from selective checkpointing; other modes (dry runs, profilers) still see them."""
     if not any(isinstance(mode, COUNTING) for mode in dispatch_mode_stack()):
         yield
         return

@@ -1,7 +1,7 @@
-"""Computed gradients as addends of the sum over the data axes, so that nothing counts twice.
+"""Computed gradients as addends of the sum over the data axes, without double counting.
 
 Sums over other axes (of a norm's weight that tensor parallelism replicates) are reduced here, all of a bucket
-in one collective. The data axes are left for the reduction of the bucket.
+in one collective. The reduction of the bucket sums over the data axes.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ __all__ = ["parts_of_sums"]
 def parts_of_sums(
     grads: Sequence[Any], specs: Sequence[DTensorSpec | None], data_mesh: DeviceMesh
 ) -> list[torch.Tensor]:
-    """The local of each gradient as a part of a sum over the data axes, on the other axes in the layout of its leaf.
+    """The local of each gradient as an addend of the sum over the data axes, on other axes in the layout of its leaf.
 
-    Gradients of plain leaves, which have no spec, are such locals. Those of DTensors may have any layout on their mesh.
+    Gradients of plain leaves, which have no spec, are such locals already. Gradients that are DTensors may have any
+    layout.
     """
     fabric = fabrics[data_mesh.fabric]
     if not fabric.many_ranks and True not in [isinstance(grad, DTensor) for grad in grads]:
@@ -73,7 +74,7 @@ def _part_of_sum(grad: Any, leaf: Any, data_mesh: DeviceMesh) -> torch.Tensor:
 
 
 def _reduced_spec(have: DTensorSpec, leaf: DTensorSpec, data: set[int]) -> DTensorSpec:
-    """In the layout of the leaf, but sums over data axes are left for the reduction of the bucket."""
+    """The layout of the leaf, except that sums over data axes stay Partial for the reduction of the bucket."""
     placements = [
         placement if axis in data and placement.is_partial("sum") else wanted
         for axis, (placement, wanted) in enumerate(zip(have.placements, leaf.placements, strict=True))
@@ -82,7 +83,7 @@ def _reduced_spec(have: DTensorSpec, leaf: DTensorSpec, data: set[int]) -> DTens
 
 
 def _made_partial(have: DTensorSpec, leaf: DTensorSpec, data: set[int]) -> DTensorSpec:
-    """A sum over every data axis: of a replicated value, one rank keeps it and the others zeros."""
+    """The layout with every data axis Partial: one rank keeps a replicated value, the others have zeros."""
     placements = [
         Partial() if axis in data and not placement.is_partial("sum") else placement
         for axis, placement in enumerate(have.placements)

@@ -1,8 +1,8 @@
-"""Parameters that are split between granules alone: blocks of quantisation, experts. Where ranks cut, and the buffer.
+"""Parameters that are split only between granules (quantization blocks, experts): the cuts, and the flat buffer.
 
-All parameters of a group, one after the other, are one sequence of elements, and each rank stores a consecutive part of
-it. Parts begin where a granule does, as near to equal parts as that allows. So a row of the flat buffer is the part of
-a rank, filled up to the longest, and rows without their ends are the sequence. Communicates nothing.
+The concatenated parameters of a group are one sequence of elements, and each rank stores a contiguous part of it. Parts
+begin at the start of a granule and are as equal as possible. A row of the flat buffer is the part of a rank, padded to
+the longest; the rows without padding are the sequence. No communication.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ __all__ = ["GranularLayout", "granular_placements"]
 
 
 def granular_placements(shapes: Sequence[Sequence[int]], granules: Sequence[int], ranks: int) -> list[Ragged]:
-    """How each of several tensors is split along its first dim, so that ranks hold about equal shares of all.
+    """Splits of several tensors along their first dims that give ranks about equal shares of all of them.
 
     Args:
         shapes: the shapes of the tensors.
-        granules: how many indices of the first dim of each stay together.
-        ranks: how many ranks share them.
+        granules: the number of indices of the first dim of each that stay together.
+        ranks: the number of ranks.
 
     Example:
         >>> granular_placements([(8, 4), (4, 4)], [4, 4], 2)
@@ -60,7 +60,7 @@ def _nearest(
 
 
 class GranularLayout(FlatLayout):
-    """Rows of which each is a rank's part of all parameters, one after the other."""
+    """A flat buffer in which each row is a rank's part of the concatenated parameters."""
 
     def __init__(self, slots: Sequence[ParamSlot]) -> None:
         super().__init__(slots)
@@ -70,7 +70,7 @@ class GranularLayout(FlatLayout):
         self._lengths = [sum(map(math.prod, zip(part, inner, strict=True))) for part in zip(*rows, strict=True)]
         self.sizes = [math.prod(shape) for shape in shapes]  # of the gathered parameters
         self.total = max(self._lengths)
-        self._ends = [self.total - length for length in self._lengths]  # what rows are filled up with
+        self._ends = [self.total - length for length in self._lengths]  # the padding of each row
         self._pieces = [size for pair in zip(self._lengths, self._ends, strict=True) for size in pair]
         self.is_even = not any(self._ends)
         self.is_simple = False

@@ -83,7 +83,7 @@ def subclass_with(module: nn.Module, mixin: type) -> None:
     """Give a module the methods of `mixin`, by a class made for it, which keeps the name of the module's own class.
 
     Libraries use that name: the Trainer of transformers shifts the labels of causal language models, which it
-    recognises by class name.
+    recognizes by class name.
     """
     module.__class__ = _subclass(module.__class__, mixin)
 

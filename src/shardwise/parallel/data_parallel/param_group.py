@@ -50,7 +50,7 @@ class Owner(Protocol):
         ...
 
     def completed(self, group: ParameterGroup, bucket: Bucket) -> None:
-        """Called when a backward has computed all gradients of a bucket."""
+        """Called when backward has computed all gradients of a bucket."""
         ...
 
 
@@ -60,14 +60,14 @@ class Bucket:
     def __init__(self, indices: Sequence[int]) -> None:
         self.indices = tuple(indices)
         self.token: torch.Tensor | None = None
-        # by where they were computed and whose they are: gradients that are not reduced yet, by index
+        # by mesh and source: gradients that are not reduced yet, by the index of the parameter
         self.pending: dict[Key, dict[int, Any]] = {}
-        # and those that are scattered, but not yet reduced over the replicas, by the indices that they are of
+        # by mesh and source: scattered gradients that are not reduced over the replicas yet, by indices of parameters
         self.unreduced: dict[Key, dict[tuple[int, ...], DTensor]] = {}
 
 
 class ParameterGroup:
-    """Stored parameters over one data mesh, and everything to compute with them.
+    """Stored parameters over one data mesh: gathers them, makes leaves, and reduces gradients.
 
     Args:
         parameters: parameters of one group; of one dtype.
@@ -100,7 +100,7 @@ class ParameterGroup:
         self.current: Gathered | None = None  # the copy that was gathered last; its memory may have been dropped
         self._others: list[Gathered] = []  # earlier ones that backward requested
         self.shown: list[Any] | None = None  # the tensors that modules have in place of the stored parameters
-        self._held: list[Any] = []  # the former ones
+        self._replaced: list[Any] = []  # the former ones
         self.is_sharded = any(parameter.is_sharded for parameter in self.parameters)
         self._source = Source([parameter.stored for parameter in self.parameters], {})
         self._layouts: dict[tuple[int, ...], FlatLayout] = {}
@@ -111,14 +111,14 @@ class ParameterGroup:
             (*self._replicated[:-1], Shard(0)) if self.is_sharded else self._replicated
         )
         self._is_offered, self._was_offered = False, False
-        self._offered: dict[nn.Module, ParametersInBackward] = {}  # what modules held when leaves were last offered
+        self._offered: dict[nn.Module, ParametersInBackward] = {}  # by module: its parameters in backward, reused
 
     def check_copied(self) -> None:
-        """Refuse to be copied while the modules have gathered parameters, which are not parameters of theirs."""
+        """Raise if the modules have gathered parameters, which cannot be copied."""
         if self.shown is not None:
             raise UnsupportedError(
                 f"{self.parameters[0].name} is gathered, so its module cannot be copied now",
-                hint="copy the module outside of its forward, and after reshard() where unshard() was called",
+                hint="copy the module outside of its forward; after unshard(), call reshard() first",
             )
 
     def copied(self, owner: Owner, memo: dict[int, Any]) -> ParameterGroup:
@@ -133,7 +133,7 @@ class ParameterGroup:
 
     @property
     def has_frozen(self) -> bool:
-        """Whether some parameter gets no gradient, so that gradients do not show when backward has finished with it."""
+        """Whether some parameter gets no gradient: then gradients do not show when backward has finished with it."""
         return False in {parameter.stored.requires_grad for parameter in self.parameters}
 
     def _layout(self, indices: tuple[int, ...]) -> FlatLayout:
@@ -155,7 +155,7 @@ class ParameterGroup:
         return found
 
     def _start_move(self, flat: DTensor, placements: tuple[Placement, ...]) -> DTensor:
-        """Begin to redistribute a flat buffer, in the background where the fabric can."""
+        """Begin to redistribute a flat buffer, in the background if the fabric can."""
         goal = self._flat_specs.get((flat._spec, placements))
         if goal is None:
             goal = flat._spec.with_placements(placements)
@@ -166,30 +166,30 @@ class ParameterGroup:
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the gathered parameters are there."""
+        """Whether the parameters are gathered."""
         return self.current is not None and self.current.tensors is not None
 
-    def _holding(self) -> list[Any]:
-        """The current parameters of the modules; None if a module has none any more."""
+    def _registered(self) -> list[Any]:
+        """The parameters that the modules have now; None if a module has removed its parameter."""
         return [dict.get(module._parameters, name) for module, name in self._first_owners]
 
     def _look(self) -> Source:
         """The current tensors of the modules: stored parameters, or tensors that a caller has substituted."""
-        held = self._holding()
-        if all(map(operator.is_, held, self._source.stored)):
+        registered = self._registered()
+        if all(map(operator.is_, registered, self._source.stored)):
             return self._source
         stored: list[Any] = []
-        for parameter, have in zip(self.parameters, held, strict=True):
+        for parameter, have in zip(self.parameters, registered, strict=True):
             if have is not parameter.stored and isinstance(have, nn.Parameter):
                 parameter.check_assigned(have)
                 parameter.stored = have  # by load_state_dict(assign=True), a conversion, ...
             stored.append(have if have is parameter.stored else None)
-        substituted = {index: have for index, have in enumerate(held) if stored[index] is None}
+        substituted = {index: have for index, have in enumerate(registered) if stored[index] is None}
         self._source = Source(stored, substituted)
         return self._source
 
     def start(self) -> None:
-        """Begin to gather for a forward, in the background where the fabric can; nothing where it is there."""
+        """Begin to gather for a forward, in the background if the fabric can. Does nothing if they are gathered."""
         if self.shown is not None:
             return
         source, current = self._look(), self.current
@@ -203,7 +203,7 @@ class ParameterGroup:
         self.current.start()
 
     def start_again(self) -> None:
-        """Start to gather for backward the parameters that forward had gathered."""
+        """Begin to gather again, for backward, the parameters of the last forward."""
         if self.current is not None and self.current.is_up_to_date:
             self.current.start()
 
@@ -213,7 +213,7 @@ class ParameterGroup:
             self.drop()
 
     def _is_valid(self, gathered: Gathered) -> bool:
-        """Whether a copy has the values of the stored parameters, or where nothing is gathered, their memory."""
+        """Whether a copy has the values of the stored parameters; of replicated ones, whether it is their memory."""
         if self.is_sharded:
             return gathered.is_up_to_date
         tensors, stored = gathered.tensors, gathered.source.stored
@@ -230,7 +230,7 @@ class ParameterGroup:
         return self._start_move(dtensor_of(self._flat_spec(layout, dtype, self._scattered), row), self._replicated)
 
     def part_of(self, buffer: DTensor, ranks: int) -> DTensor:
-        """A copy of this rank's part of a gathered flat buffer: each group of `ranks` neighbours has all of it."""
+        """A copy of this rank's part of a gathered flat buffer, split over each group of `ranks` neighbours."""
         gathered = self._flat_specs.get((buffer._spec, ranks))
         if gathered is None:
             axis = self.data_mesh.ndim - 1
@@ -242,7 +242,7 @@ class ParameterGroup:
         return moved(dtensor_of(gathered, buffer._local_tensor), gathered.with_placements((Replicate(), Shard(0))))
 
     def launch_again(self, part: DTensor) -> DTensor:
-        """Begin to gather a flat buffer from the parts that groups of ranks have kept. Called without gradients."""
+        """Begin to gather a flat buffer from the parts that ranks have kept. Called without gradients."""
         return self._start_move(part, (Replicate(), Replicate()))
 
     def fill(self, source: Source, buffer: DTensor | None) -> list[Any]:
@@ -311,7 +311,7 @@ class ParameterGroup:
             for index, given in substituted.items():
                 leaves[index] = self.parameters[index].from_caller(given, compute_mesh, self._compute_dtype(index))
         if self.shown is None:
-            self._held = self._holding()
+            self._replaced = self._registered()
         self.shown = leaves
         for parameter, leaf in zip(self.parameters, leaves, strict=True):
             parameter.register(leaf)
@@ -323,10 +323,12 @@ class ParameterGroup:
         """Restore the former parameters of the modules."""
         if self.shown is None:  # the current ones may be the user's
             return
-        for parameter, leaf, now, held in zip(self.parameters, self.shown, self._holding(), self._held, strict=True):
+        for parameter, leaf, now, registered in zip(
+            self.parameters, self.shown, self._registered(), self._replaced, strict=True
+        ):
             if now is leaf:
-                parameter.register(held)
-        self.shown, self._held = None, []
+                parameter.register(registered)
+        self.shown, self._replaced = None, []
 
     def make_leaves(self, gathered: Gathered, compute_mesh: DeviceMesh | None) -> list[Any]:
         """A leaf for each gathered parameter; the gradients of a bucket come back through one node of autograd."""
@@ -361,48 +363,48 @@ class ParameterGroup:
         return bucket.token
 
     def offer_leaves(self) -> None:
-        """Give a backward that repeats a part of forward the same parameters."""
+        """Give leaves to a backward that recomputes a part of forward (checkpointing)."""
         if not self._is_offered:
             self._is_offered = self._was_offered = True
             for module, leaves in self._in_backward.items():
-                held: Any = module._parameters
-                if held.__class__ is ParametersInBackward:
-                    held.leaves.update(leaves)
+                registered: Any = module._parameters
+                if registered.__class__ is ParametersInBackward:
+                    registered.leaves.update(leaves)
                 else:  # the same object each time, so that nothing has changed after a step
                     offered = self._offered.setdefault(module, ParametersInBackward())
                     offered.clear()
-                    offered.update(held)
+                    offered.update(registered)
                     offered.leaves = dict(leaves)
                     module.__dict__["_parameters"] = offered
 
     def offer_leaves_again(self) -> None:
-        """A forward is over in which they were withdrawn: the backward of an earlier one may still be to come."""
+        """Offer leaves again after a forward that withdrew them: the backward of an earlier forward may follow."""
         if self._was_offered:
             self.offer_leaves()
 
     def withdraw_leaves(self) -> None:
-        """Let modules hold their parameters as other modules do, while a forward runs."""
+        """Restore the plain dicts of parameters of the modules, while a forward runs."""
         if self._is_offered:
             self._is_offered = False
             for module, leaves in self._in_backward.items():
-                held: Any = module._parameters
-                if held.__class__ is ParametersInBackward:
+                registered: Any = module._parameters
+                if registered.__class__ is ParametersInBackward:
                     for name in leaves:
-                        held.leaves.pop(name, None)
-                    if not held.leaves:
-                        module.__dict__["_parameters"] = dict(held)
+                        registered.leaves.pop(name, None)
+                    if not registered.leaves:
+                        module.__dict__["_parameters"] = dict(registered)
 
-    def _leaf_in_backward(self, index: int, held: Any) -> Any:
+    def _leaf_in_backward(self, index: int, registered: Any) -> Any:
         current = self.current
-        if current is None or self.shown is not None or current.source.stored[index] is not held:
-            return None  # it is a leaf already, or not ours
+        if current is None or self.shown is not None or current.source.stored[index] is not registered:
+            return None  # already a leaf, or not managed by this group
         self._owner.needed(current)
         self.show(self._owner.compute_mesh)
         assert self.shown is not None
         return self.shown[index]
 
     def keep_writes(self) -> None:
-        """Keep writes of forward to parameters, if they are the same on all ranks; else raise."""
+        """Store writes of forward to gathered parameters, if they are the same on all ranks; else raise."""
         gathered = self.current
         if gathered is None or gathered.tensors is None:
             return
@@ -414,8 +416,8 @@ class ParameterGroup:
                 if in_graph or mesh is None or full.dtype is not stored.dtype:
                     raise UnsupportedError(
                         f"{parameter.name} was written to while it was gathered{_why(mesh, in_graph)}",
-                        hint="write to the parameter when it is not gathered, under torch.no_grad(); or give inputs as "
-                        "DTensors over the data axes, with which all ranks write the same",
+                        hint="write to the parameter when it is not gathered, under torch.no_grad(); or pass inputs as "
+                        "DTensors over the data axes, so that all ranks write the same values",
                     )
             parameter.write_back(stored, full)
             gathered.versions = gathered.source.versions()
@@ -425,7 +427,7 @@ class ParameterGroup:
         dtypes = {source.stored[index].dtype for index in source.indices}
         if len(dtypes) > 1 and self.policy.param_dtype is None:
             raise UnsupportedError(
-                f"parameters that were of one dtype when they were sharded are now of {sorted(map(str, dtypes))}",
+                f"parameters that had one dtype when they were sharded now have {sorted(map(str, dtypes))}",
                 hint="convert all parameters of the module, or give a MixedPrecisionPolicy(param_dtype=...)",
             )
 
@@ -433,7 +435,7 @@ class ParameterGroup:
 
     @torch.no_grad()
     def _take(self, bucket: Bucket, key: Key, indices: Sequence[int], grads: Sequence[Any]) -> None:
-        """Gradients of a bucket have come; there may be others in this backward, and earlier ones."""
+        """Add gradients of a bucket to those of this backward and of earlier ones."""
         pending = bucket.pending.setdefault(key, {})
         for index, grad in zip(indices, grads, strict=True):
             if grad is None:
@@ -441,7 +443,7 @@ class ParameterGroup:
             before = pending.get(index)
             if self._owner.requires_gradient_sync:
                 pending[index] = grad if before is None else before + grad
-            else:  # stored for long: in the dtype of the reduction, in separate memory
+            else:  # kept until a later backward: in the dtype of the reduction, in separate memory
                 kept = grad.to(self.policy.reduce_dtype or grad.dtype, copy=before is None)
                 pending[index] = kept if before is None else before + kept
 
@@ -452,7 +454,7 @@ class ParameterGroup:
 
     @torch.no_grad()
     def reduce(self, bucket: Bucket, all_reduce: bool) -> list[Finish]:
-        """Start to reduce the gradients of a bucket; the result waits, and sets those of the stored parameters."""
+        """Start to reduce the gradients of a bucket. The results wait for it and set `.grad` of stored parameters."""
         pending = dict(bucket.pending)
         bucket.pending.clear()
         found: list[Finish] = []
@@ -461,7 +463,7 @@ class ParameterGroup:
         return found
 
     def _reduce(self, bucket: Bucket, key: Key, grads: dict[int, Any], all_reduce: bool) -> list[Finish]:
-        # plain leaves compute a loss for each rank, of which the mean is meant; DTensors compute the loss of all
+        # with plain leaves each rank has its own loss, and gradients are averaged; DTensors have one global loss
         factor = self._owner.gradient_divide_factor
         part = _AVERAGE if key[0] is None and factor is None else _SUM
         waiting = bucket.unreduced.setdefault(key, {})
@@ -498,7 +500,7 @@ class ParameterGroup:
     def _flattened(
         self, indices: tuple[int, ...], layout: FlatLayout, grads: list[Any], mesh: DeviceMesh | None, part: Partial
     ) -> DTensor:
-        """The gradients as one flat DTensor, of which each rank holds its part of the sum."""
+        """The gradients as one flat DTensor that is Partial over the data axes."""
         locals_ = parts_of_sums(grads, self._leaf_specs(indices, mesh), self.data_mesh)
         grads.clear()
         dtype = self.policy.reduce_dtype or locals_[0].dtype
@@ -550,7 +552,7 @@ def _why(mesh: DeviceMesh | None, in_graph: bool) -> str:
 
 
 def alike(parameters: Iterable[ShardedParameter]) -> list[list[ShardedParameter]]:
-    """Parameters by groups: one buffer has one dtype, and is gathered or is not."""
+    """Group parameters by dtype and by whether they are sharded: each group has one flat buffer."""
     groups: dict[tuple[torch.dtype, bool], list[ShardedParameter]] = {}
     for parameter in parameters:
         groups.setdefault((parameter.stored.dtype, parameter.is_sharded), []).append(parameter)
@@ -558,7 +560,7 @@ def alike(parameters: Iterable[ShardedParameter]) -> list[list[ShardedParameter]
 
 
 def rank_by_rank(data_mesh: DeviceMesh, layout: FlatLayout, *locals_: torch.Tensor) -> Iterator[tuple[Any, ...]]:
-    """For each rank here: its tensor of the first local, its coordinate for each parameter, its other tensors."""
+    """For each rank of this process: its first tensor, its coordinate for each parameter, its other tensors."""
     here = {data_mesh: fabric_of(data_mesh).coordinates(data_mesh)}
     for mesh in layout.meshes:
         if mesh not in here:

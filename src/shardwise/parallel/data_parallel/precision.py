@@ -1,4 +1,4 @@
-"""Settings of a user for dtypes and memory of data parallel modules, read by the engine."""
+"""The user's settings for dtypes and memory of data parallel modules."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class OffloadPolicy:
-    """Where shards wait between uses: on their device. The base of policies that keep them elsewhere.
+    """Keep shards on their device. The base of policies that offload them.
 
     Example:
         >>> OffloadPolicy()
@@ -46,7 +46,7 @@ class OffloadPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy(OffloadPolicy):
-    """Shards kept in the host's memory. The name exists so that programs can refer to it; `fully_shard` refuses it.
+    """Keep shards in host memory. The name exists for compatibility; `fully_shard` refuses it.
 
     Example:
         >>> CPUOffloadPolicy().pin_memory
@@ -57,7 +57,7 @@ class CPUOffloadPolicy(OffloadPolicy):
 
 
 def cast_floats(tree: Any, dtype: torch.dtype | None) -> Any:
-    """Every floating-point tensor in `tree` in `dtype`; None leaves all as they are."""
+    """`tree` with every floating-point tensor cast to `dtype`; unchanged for None."""
     if dtype is None:
         return tree
 

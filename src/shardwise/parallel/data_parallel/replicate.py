@@ -1,6 +1,6 @@
 """replicate: data parallel modules. Every rank keeps all parameters; gradients are reduced in buckets.
 
-The public face of the engine for parameters that are stored replicated, so that nothing is gathered.
+The public interface of the engine for parameters that are stored replicated, so that nothing is gathered.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ def replicate(
 ) -> Any:
     """Make a module data parallel: gradients are reduced over the mesh while backward runs. Changes it in place.
 
-    Every rank starts with the parameters of the first. Between steps each of them is a DTensor parameter that is
-    replicated over the data axes. Inputs are as for `fully_shard`: plain tensors, and gradients are averaged; or
-    DTensors over the data axes, and everything is as on one device.
+    Every rank starts with the parameters of the first. Between steps each parameter is a DTensor, replicated over the
+    data axes. As for `fully_shard`, inputs are plain tensors, and gradients are averaged; or DTensors over the data
+    axes, and everything is as on one device.
 
     Args:
         module: the module.
-        mesh: the data axes. A slice of a larger mesh (`world["dp"]`) composes with tensor parallelism on its others.
-            All processes, where there are any and none is given.
-        bucket_cap_mb: gradients travel in buckets of about this many megabytes.
+        mesh: the data axes. A slice of a larger mesh (`world["dp"]`) composes with tensor parallelism on its other
+            axes. By default all processes of an initialized process group.
+        bucket_cap_mb: gradients are reduced in buckets of about this many megabytes.
         mp_policy: dtypes to compute, reduce and return in.
         ignored_params: parameters to leave alone.
         device_mesh: another name for `mesh`.
@@ -77,7 +77,7 @@ def replicate(
         (f32[1,4] dp:R, tensor([[2., 2., 2., 2.]]))
     """
     if mesh is not None and device_mesh is not None:
-        raise MeshError("replicate: both mesh and device_mesh are given", hint="give one; they mean the same")
+        raise MeshError("replicate: both mesh and device_mesh are given", hint="pass only one; they are the same")
     data_mesh = data_axes(mesh if mesh is not None else device_mesh)
     if hasattr(module, STATE):
         raise UnsupportedError(
@@ -102,7 +102,7 @@ def replicate(
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    """The modules that the module is made of: its children, and in place of containers theirs."""
+    """The children of a module; in place of containers, their children."""
     for child in module.children():
         if type(child).forward is nn.Module.forward:
             yield from _parts(child)
@@ -111,7 +111,7 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _buckets(group: Sequence[ShardedParameter], cap: float) -> list[list[int]]:
-    """Parameters in the reverse order of their making, which is about that of their gradients, cut by bytes."""
+    """Buckets of at most `cap` bytes, in the reverse order of the parameters, about the order of their gradients."""
     buckets: list[list[int]] = []
     room = 0.0
     for index in reversed(range(len(group))):
@@ -126,7 +126,7 @@ def _buckets(group: Sequence[ShardedParameter], cap: float) -> list[list[int]]:
 
 @torch.no_grad()
 def _broadcast(group: Sequence[ShardedParameter], mesh: DeviceMesh) -> None:
-    """Broadcast the value of the first rank along the data axes: a sum in which all other addends are zero."""
+    """Broadcast the value of the first rank along the data axes, as a sum with zeros on all other ranks."""
     if any(parameter.stored.is_meta for parameter in group):
         return
     layout = FlatLayout([parameter.slot for parameter in group])

@@ -2,7 +2,7 @@
 
 A `ModuleState` belongs to the modules of one `fully_shard` or `replicate` call. A `ForwardRun` is one forward of an
 outermost module, a `Backward` one pass of autograd. States share nothing else, so modules may be called in any order: a
-module is outermost when no other one is running. `param_group` moves the data.
+module is outermost if no other is running. `param_group` moves the data.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class ForwardRun:
     def __init__(self, outermost: ModuleState, is_repeated: bool) -> None:
         self.outermost, self.is_repeated = outermost, is_repeated
         self.entered: list[ModuleState] = []
-        self.gathered: dict[ModuleState, None] = {}  # whose parameters this forward has gathered
-        self.left: list[ModuleState] = []  # in the order of forward; backward follows it from the end
+        self.gathered: dict[ModuleState, None] = {}  # states with parameters that this forward has gathered
+        self.left: list[ModuleState] = []  # in the order of forward; backward runs in reverse
 
     def next_in_forward(self, state: ModuleState) -> ModuleState | None:
-        """Which module came after this one the last time, if the order has been the same so far."""
+        """The module that followed this one in the last forward, if the order has been the same so far."""
         self.entered.append(state)
         at, order = len(self.entered), self.outermost.forward_order
         return order[at] if at < len(order) and order[at - 1] is state else None
@@ -67,7 +67,7 @@ class ForwardRun:
         self.outermost.forward_order = self.entered
         for state in self.gathered:
             state.still_to_run.clear()
-            if not state.awaits_backward and not state.is_held:
+            if not state.awaits_backward and not state.keeps_gathered:
                 state.drop(keep_part=True)
             for group in state.groups:
                 group.offer_leaves_again()
@@ -109,7 +109,7 @@ class Backward:
 
 
 class _AtEnd:
-    """Called by a pass of autograd when it ends. A failed pass does not call it; modules get theirs then."""
+    """Called by autograd at the end of a pass. A failed pass only deletes it: modules get their stored parameters."""
 
     def __init__(self, backward: Backward) -> None:
         self._backward = backward
@@ -126,7 +126,7 @@ class _AtEnd:
 
 
 def current_backward() -> Backward:
-    """The outermost backward that is running on this thread. The first use queues its callback."""
+    """The outermost backward running on this thread. The first use queues its callback."""
     found = _thread.backward
     if found is None or found.is_over:
         task = current_graph_task()
@@ -165,7 +165,7 @@ _thread = _Thread()
 
 
 def abandon_forward() -> None:
-    """Forget the forwards that are running on this thread."""
+    """Discard the forwards running on this thread."""
     while _thread.frames:
         _close(_thread.frames.pop())
 
@@ -182,7 +182,7 @@ class ModuleState:
         modules: the modules.
         policy: dtypes.
         reshard_after_forward: drop the gathered parameters after forward; None: unless the module is the outermost. A
-            number of ranks: drop them, but for a part that groups of so many ranks gather from for backward.
+            number of ranks: keep a part, from which groups of that many ranks gather for backward.
     """
 
     def __init__(
@@ -207,7 +207,7 @@ class ModuleState:
         self.is_last_backward = True
         self.forward_prefetch: list[ModuleState] | None = None
         self.backward_prefetch: list[ModuleState] | None = None
-        self.is_held = False  # the user requested the gathered parameters, or to keep them
+        self.keeps_gathered = False  # the user requested the gathered parameters, or to keep them
         self.awaits_backward = False
         self.forward_order: list[ModuleState] = []  # of the last forward in which this one was outermost
         self.run: ForwardRun | None = None  # the last forward that gathered
@@ -217,9 +217,9 @@ class ModuleState:
         self.still_to_run: set[nn.Module] = set()
 
     def set_reshard_after_forward(self, reshard: bool | int | None) -> None:
-        """Set what is kept of the gathered parameters between forward and backward."""
+        """Set whether the gathered parameters, or a part of them, are kept between forward and backward."""
         self.reshard_after_forward = reshard
-        # the number of ranks that have the parameters then, where these are some of them
+        # the number of ranks over which a kept part is split
         self.keep_over = None if isinstance(reshard, bool) else reshard
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleState:
@@ -260,7 +260,7 @@ class ModuleState:
         """Drop the gathered parameters; the modules see the stored ones.
 
         Args:
-            keep_part: not the parts from which groups of ranks gather for backward.
+            keep_part: keep the parts from which groups of ranks gather for backward.
         """
         self.awaits_backward = False
         try:
@@ -270,7 +270,7 @@ class ModuleState:
                 group.drop(keep_part=keep_part)
 
     def _join(self, run: ForwardRun) -> None:
-        """Take part in a forward. Parameters that are still gathered belong to another one, and may be out of date."""
+        """Join a forward. Parameters that are still gathered are from an earlier forward, and may be out of date."""
         if self.run is run:
             return
         if self.backward is not None:  # it has not ended
@@ -279,9 +279,9 @@ class ModuleState:
             self.finish_reductions()
         for group in self.groups:
             group.withdraw_leaves()
-            if self.is_held:
+            if self.keeps_gathered:
                 group.drop_outdated()
-        if not self.is_held:
+        if not self.keeps_gathered:
             self.drop()
         self.run = run
         run.gathered[self] = None
@@ -290,7 +290,7 @@ class ModuleState:
 
     @not_compiled
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The hook before a module's forward: have its parameters, and begin to gather the next module's."""
+        """The hook before a module's forward: gather its parameters, and begin to gather the next module's."""
         frames = _thread.frames
         run = frames[-1].run if frames else ForwardRun(self, in_backward())
         is_inside = self in [frame.state for frame in frames]
@@ -319,7 +319,7 @@ class ModuleState:
         return args, kwargs
 
     def serve(self, module: nn.Module) -> None:
-        """Allow a part of the modules to be called on its own, too: then a forward begins with it."""
+        """Let a submodule be called on its own, too: a forward then begins with it."""
         module.register_forward_pre_hook(self._before_part, prepend=True, with_kwargs=True)
         module.register_forward_hook(self._after_part, always_call=True)
 
@@ -339,7 +339,7 @@ class ModuleState:
 
     @not_compiled
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The hook after a module's forward, with None where that has raised: drop, and wait for backward."""
+        """The hook after a module's forward (the output is None after an error): drop, and wait for backward."""
         frames = _thread.frames
         at = len(frames) - 1
         while at >= 0 and frames[at].module is not module:
@@ -358,7 +358,7 @@ class ModuleState:
 
     def _leave(self, frame: Frame, output: Any) -> None:
         inside = [other for other in _thread.frames if other.state is self]
-        if inside:  # a part of a module that is treated as one with it, or a recursive call
+        if inside:  # another module of the same state, or a recursive call
             if inside[-1].compute_mesh is not frame.compute_mesh:
                 self.show(inside[-1].compute_mesh)
             return
@@ -370,8 +370,8 @@ class ModuleState:
         elif not self.still_to_run:
             waits = torch.is_grad_enabled() and self._watch_outputs(frame, output)
             if not waits or self._drops_after_forward(frame.run):
-                if self.reshard_after_backward or not self.is_held:
-                    self.is_held = False
+                if self.reshard_after_backward or not self.keeps_gathered:
+                    self.keeps_gathered = False
                     self.drop(keep_part=waits)
             else:
                 self.awaits_backward = True
@@ -387,7 +387,10 @@ class ModuleState:
         return bool(reshard) and True in [group.is_sharded for group in self.groups]
 
     def _watch_outputs(self, frame: Frame, output: Any) -> bool:
-        """Register for backward reaching this module; whether that is possible. Some objects cannot be inspected."""
+        """Register hooks for backward on the outputs. Returns whether a backward is possible.
+
+        An output that cannot be inspected counts as one with a gradient.
+        """
         found, opaque = tensors_in(output)
         hook = functools.partial(self._before_backward, frame.run)
         for tensor in found:
@@ -397,7 +400,7 @@ class ModuleState:
         return opaque
 
     def _watch_inputs(self, inputs: Any) -> None:
-        """Drop parameters whose gradients do not show that backward is finished: some get none."""
+        """With frozen parameters: drop the gathered ones when all inputs have their gradients."""
         if True not in [group.is_sharded and group.has_frozen for group in self.groups]:
             return
         found = [tensor for tensor in tensors_in(inputs)[0] if tensor.requires_grad]
@@ -422,14 +425,14 @@ class ModuleState:
     # ---------------------------------------------------------------- backward
 
     def _touch(self) -> Backward:
-        """Take part in the backward that is running."""
+        """Join the running backward."""
         found = current_backward()
         found.states[self] = None
         self.backward = found
         return found
 
     def _before_backward(self, run: ForwardRun, grad: torch.Tensor) -> None:
-        """Called when backward reaches an output of this module: gather it early, and the next module too."""
+        """Called when backward reaches an output of this module: begin to gather it, and the next module."""
         self._touch()
         for group in self.groups:
             group.start_again()
@@ -466,21 +469,21 @@ class ModuleState:
                 group.drop()
 
     def backward_over(self, backward: Backward) -> None:
-        """All of backward is over: restore the state between steps."""
+        """Called at the end of backward: restore the state between steps."""
         if self.requires_gradient_sync:
             for group in self.groups:
                 for bucket in group.buckets:
                     if bucket.pending:
                         backward.reduce(self, group, bucket)
         self.awaits_backward = False
-        self.is_held = not self.reshard_after_backward
+        self.keeps_gathered = not self.reshard_after_backward
         if self.reshard_after_backward:
             self.drop()
         else:
             self.show_stored()
 
     def finish_reductions(self, *, give: bool = True) -> None:
-        """Wait for the reductions in flight, and hand out the gradients."""
+        """Wait for the reductions in flight, and set the gradients."""
         reductions, self.reductions = self.reductions, []
         for finish in reductions:
             finish(give)
@@ -488,7 +491,7 @@ class ModuleState:
     # ---------------------------------------------------------------- captured functions
 
     def between_steps(self) -> Iterator[tuple[Any, tuple[str, ...]]]:
-        """What a step depends on: settings, stored parameters, gradients that wait for a reduction."""
+        """The state that a step depends on: settings, stored parameters, gradients that wait for a reduction."""
         yield self, _GUARDED
         for group in self.groups:
             yield group, ("data_mesh", "_source")
@@ -498,8 +501,10 @@ class ModuleState:
                 yield bucket, ("indices", "pending", "unreduced")
 
     def why_unsettled(self) -> str | None:
-        """Why a program cannot be recorded from here; None where all is as between steps."""
-        if any(group.shown is not None for group in self.groups) or (self.is_held and self.reshard_after_backward):
+        """The reason why no program can be recorded now; None in the state between steps."""
+        if any(group.shown is not None for group in self.groups) or (
+            self.keeps_gathered and self.reshard_after_backward
+        ):
             return "unshard() has gathered its parameters; call reshard() first"
         if self.reductions or not self.is_last_backward:
             return "reductions are left to a later backward (set_is_last_backward(False))"
@@ -519,7 +524,7 @@ class ModuleState:
 
     def give_up(self) -> None:
         """A forward or backward has failed: drop its state, gradients that are not reduced included."""
-        self.is_held, self.run = False, None
+        self.keeps_gathered, self.run = False, None
         self.still_to_run.clear()
         self.finish_reductions(give=False)
         for group in self.groups:
@@ -527,7 +532,7 @@ class ModuleState:
             group.forget_gradients()
 
 
-# Settings of a user, which a copy of a module keeps. Which modules to gather ahead is found again.
+# The user's settings, which a copy of a module keeps. The modules to prefetch are determined again.
 _SETTINGS = (
     "reshard_after_backward",
     "requires_gradient_sync",
@@ -535,7 +540,7 @@ _SETTINGS = (
     "requires_all_reduce",
     "is_last_backward",
 )
-# What decides which operators and collectives run.
+# The settings that determine which operators and collectives run.
 _GUARDED = (*_SETTINGS, "policy", "reshard_after_forward", "forward_prefetch", "backward_prefetch")
 
 
@@ -558,14 +563,14 @@ def _meshes_of(args: Any, kwargs: Any) -> tuple[DeviceMesh, ...]:
 
 
 def _unwrapped(tensor: Any) -> Any:
-    """The tensor under those of transforms of torch.func."""
+    """The tensor inside the wrappers of torch.func."""
     while functorch.is_functorch_wrapped_tensor(tensor):
         tensor = functorch.get_unwrapped(tensor)
     return tensor
 
 
 def _mesh_over(groups: Iterable[ParameterGroup], meshes: Iterable[DeviceMesh]) -> DeviceMesh | None:
-    """Which of the meshes has the data axes; None where each rank computes on its own."""
+    """The mesh that has the data axes; None if each rank computes on its own batch."""
     found: DeviceMesh | None = None
     for mesh in meshes:
         for axes in dict.fromkeys([group.data_mesh for group in groups]):
@@ -574,7 +579,7 @@ def _mesh_over(groups: Iterable[ParameterGroup], meshes: Iterable[DeviceMesh]) -
             if not has_all_data_axes(mesh, axes) or (found is not None and found is not mesh):
                 raise MeshError(
                     f"the inputs are on {mesh}, the parameters are sharded over {axes}",
-                    hint="give all inputs on one mesh that has every data axis, or each rank its own plain tensors",
+                    hint="put all inputs on one mesh that has every data axis, or pass plain tensors on each rank",
                 )
             found = mesh
     return found
@@ -588,7 +593,7 @@ def _has_data_axes(mesh: DeviceMesh, axes: DeviceMesh) -> bool:
         raise MeshError(
             f"the batch is on {mesh}, and the model's parameters are sharded or replicated over {axes}",
             hint="put the batch on the mesh of the model, or on a larger one that has it as a slice; "
-            "or give each rank its own plain tensors",
+            "or pass plain tensors on each rank",
         )
     return overlap
 

@@ -1,8 +1,8 @@
 """One parameter of a data parallel module: how it is stored between steps, and the tensor that computes in its place.
 
-Stored it is a DTensor parameter over the data axes and those of tensor parallelism. Forward and backward see a leaf
-in its place, on gathered memory: a plain tensor, or a DTensor. Issues no collective, except for tensors that a caller
-puts in place of the parameter.
+It is stored as a DTensor over the data axes and those of tensor parallelism. Forward and backward use a leaf on
+gathered memory in its place: a plain tensor, or a DTensor. Issues no collective, except for tensors that a caller
+substitutes for the parameter.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GatheredParameter(nn.Parameter):
         1
     """
 
-    is_gathered = True  # to those who record operators: a plain tensor
+    is_gathered = True  # for recorders of operators, which treat it as a plain tensor
 
     @property
     def data(self) -> torch.Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -59,38 +59,38 @@ class GatheredParameter(nn.Parameter):
 class ParametersInBackward(dict[str, Any]):
     """The parameters of a module between forward and backward: a backward that reads one receives its leaf.
 
-    Checkpointing repeats parts of a forward in backward, without calling hooks. `leaves` has a function for each
-    parameter that gets the current tensor of the module, and returns the leaf, or None to keep it.
+    Checkpointing recomputes parts of a forward in backward, without calling hooks. `leaves` has a function for each
+    parameter that takes the current tensor of the module, and returns the leaf, or None to keep the tensor.
     """
 
     __slots__ = ("leaves",)
     leaves: dict[str, Callable[[Any], Any]]
 
     def between_steps(self) -> tuple[()]:
-        """What a step depends on besides the parameters: nothing."""
+        """The state that a step depends on besides the parameters: none."""
         return ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
         return {name: copy.deepcopy(dict.__getitem__(self, name), memo) for name in self}
 
     def __getitem__(self, name: str) -> Any:
-        return self._seen(name, super().__getitem__(name))
+        return self._in_backward(name, super().__getitem__(name))
 
     def get(self, name: str, default: Any = None) -> Any:
-        return self._seen(name, super().get(name, default))
+        return self._in_backward(name, super().get(name, default))
 
-    def _seen(self, name: str, held: Any) -> Any:
+    def _in_backward(self, name: str, registered: Any) -> Any:
         leaf = self.leaves.get(name) if current_graph_task() != -1 else None
-        found = None if leaf is None else leaf(held)
-        return held if found is None else found
+        found = None if leaf is None else leaf(registered)
+        return registered if found is None else found
 
 
 class ShardedParameter:
-    """A parameter, the modules that hold it, its shard and the leaves that compute for it.
+    """A parameter, the modules that own it, its shard, and the leaves that replace it in computations.
 
     Args:
         parameter: the current one: plain, or a DTensor of tensor parallelism.
-        owners: the modules that hold it; several if it is tied.
+        owners: the modules that own it; several if it is tied.
         name: for messages.
         data_mesh: the data axes; the last one shards, those before it replicate.
         placement: how it is sharded, None to keep it replicated.
@@ -115,7 +115,7 @@ class ShardedParameter:
         self.origin, on_grid, self.data_mesh = _origin(parameter, data_mesh, name)
         meta = TensorMeta(parameter.shape, dtype=parameter.dtype)
         self.slot = _slot(on_grid, meta, self.data_mesh, placement, name)
-        self.spec = self.slot.spec  # how it is stored; the dtype is that of the parameter when it was given
+        self.spec = self.slot.spec  # the stored layout; the dtype is that of the original parameter
         self.stored = self._store(parameter)
         self._given: nn.Parameter | None = parameter
         self._leaf_specs: dict[DeviceMesh | None, DTensorSpec | None] = {}
@@ -165,16 +165,19 @@ class ShardedParameter:
         return made
 
     def register(self, tensor: torch.Tensor | None) -> None:
-        """Let every owner hold `tensor` as its parameter."""
+        """Register `tensor` as the parameter of every owner."""
         for module, name in self.owners:
             module._parameters[name] = tensor  # pyright: ignore[reportArgumentType]
             if self._is_listed and name in (names := module.__dict__.get("_flat_weights_names", ())):
                 module._flat_weights[names.index(name)] = tensor  # pyright: ignore[reportArgumentType, reportIndexIssue]
 
-    def check_assigned(self, held: Any) -> None:
+    def check_assigned(self, registered: Any) -> None:
         """Refuse a parameter of another layout in place of the stored one."""
-        if not isinstance(held, DTensor) or held._spec.with_dtype(self.spec.tensor_meta.dtype) is not self.spec:
-            given = held._spec if isinstance(held, DTensor) else type(held).__name__
+        if (
+            not isinstance(registered, DTensor)
+            or registered._spec.with_dtype(self.spec.tensor_meta.dtype) is not self.spec
+        ):
+            given = registered._spec if isinstance(registered, DTensor) else type(registered).__name__
             raise LayoutError(
                 f"{self.name} was replaced by {given}, but the module stores it as {self.spec}",
                 hint="copy values into the parameter, or assign a DTensor of that layout",
@@ -183,13 +186,13 @@ class ShardedParameter:
     # ---------------------------------------------------------------- computing
 
     def leaf_spec(self, compute_mesh: DeviceMesh | None) -> DTensorSpec | None:
-        """The layout of the gathered parameter on the mesh of the inputs; None where it is a plain tensor."""
+        """The layout of the gathered parameter on the mesh of the inputs; None if it is a plain tensor."""
         if compute_mesh not in self._leaf_specs:
             self._leaf_specs[compute_mesh] = self.origin if compute_mesh is None else self._remapped(compute_mesh)
         return self._leaf_specs[compute_mesh]
 
     def leaf(self, gathered: torch.Tensor, spec: DTensorSpec | None) -> Any:
-        """A tensor on gathered memory that modules take for a parameter; without a gradient yet."""
+        """A tensor on gathered memory that counts as an `nn.Parameter`; not yet connected to autograd."""
         if spec is not None:
             made: Any = dtensor_of(spec.with_dtype(gathered.dtype), gathered)
         elif fabrics[self.data_mesh.fabric].many_ranks:
@@ -202,8 +205,8 @@ class ShardedParameter:
     def from_caller(self, given: Any, compute_mesh: DeviceMesh | None, dtype: torch.dtype) -> Any:
         """A tensor that a caller has substituted for the parameter (`functional_call`), to compute with.
 
-        DTensors on the mesh of the stored parameter are gathered by operators that autograd records; others there
-        may be is used as it is.
+        DTensors on the mesh of the stored parameter are gathered by operators that autograd records. Other tensors are
+        used unchanged.
         """
         if not isinstance(given, DTensor) or given._spec.mesh is not self.spec.mesh:
             return given
@@ -216,7 +219,7 @@ class ShardedParameter:
         spec = self.leaf_spec(compute_mesh)
         if spec is not None and spec.mesh is self.spec.mesh:
             return full
-        if compute_mesh is None:  # the mean of the ranks' losses is meant, as for stored parameters
+        if compute_mesh is None:  # gradients are averaged over the ranks' losses, as for stored parameters
             average = [Partial("avg") if axis in data else p for axis, p in enumerate(placements)]
             local = full.to_local(grad_placements=average)
         else:
@@ -227,7 +230,7 @@ class ShardedParameter:
 
     @torch.no_grad()
     def write_back(self, stored: Any, gathered: torch.Tensor) -> None:
-        """Keep a write to the gathered parameter, which is the same on all ranks."""
+        """Copy a write to the gathered parameter, the same on all ranks, to the stored one."""
         mesh = self.spec.mesh
         parts = fabric_of(mesh).parts
         for (coordinate, full), (_, kept) in zip(parts(mesh, gathered), parts(mesh, stored._local_tensor), strict=True):
@@ -251,8 +254,9 @@ class ShardedParameter:
 def _origin(
     parameter: nn.Parameter, data_mesh: DeviceMesh, name: str
 ) -> tuple[DTensorSpec | None, DTensorSpec | None, DeviceMesh]:
-    """The layout of a parameter without the data axes, None if it is plain: on its own mesh, and on one grid with the
-    data axes; and these on that grid.
+    """The layout of a parameter without the data axes, on its own mesh and on a common grid; the data axes on it.
+
+    The layouts are None for a plain parameter.
     """
     if not isinstance(parameter, DTensor):
         return None, None, data_mesh
@@ -260,8 +264,8 @@ def _origin(
     found = on_one_grid(spec.mesh, data_mesh)
     if found is None:
         raise MeshError(
-            f"{name} is on {spec.mesh}, which is not of one grid with {data_mesh}",
-            hint='cut both out of one mesh: world["tp"] for tensor parallelism, world["dp"] for data parallelism',
+            f"{name} is on {spec.mesh}, which is not of the same grid as {data_mesh}",
+            hint='use slices of one mesh: world["tp"] for tensor parallelism, world["dp"] for data parallelism',
         )
     own, data = found
     replicated = axes_within(own, data)
@@ -270,10 +274,12 @@ def _origin(
         if not isinstance(spec.placements[axis], Replicate):
             raise LayoutError(
                 f"{name} is {spec}: already split on the data axis {spec.mesh.axis_name(axis)!r}",
-                hint="leave it replicated there; the data axes are split here",
+                hint="replicate it on the data axes before fully_shard or replicate, which split it there",
             )
     if spec.partial_axes:
-        raise LayoutError(f"{name} is {spec}: a sum that is not added up", hint="redistribute it to Replicate() first")
+        raise LayoutError(
+            f"{name} is {spec}: parameters must not be Partial", hint="redistribute it to Replicate() first"
+        )
     if not kept:
         return None, None, data
     return _apart(spec, spec.mesh, kept), _apart(spec, own, kept), data
@@ -289,15 +295,15 @@ def _apart(spec: DTensorSpec, mesh: DeviceMesh, kept: Sequence[int]) -> DTensorS
 
 
 def computed_shape(parameter: nn.Parameter, data_mesh: DeviceMesh, name: str) -> tuple[int, ...]:
-    """The shape that a rank computes with, which must be the same on all of them."""
+    """The shape of the gathered parameter on a rank. Raises if it differs between ranks."""
     spec = _origin(parameter, data_mesh, name)[0]
     if spec is None:
         return tuple(parameter.shape)
     parts = [math.prod([spec.mesh.shape[axis] for axis in axes]) for axes in spec.dim_axes]
     if spec.is_strided or any(size % count for size, count in zip(spec.shape, parts, strict=True)):
         raise LayoutError(
-            f"{name} is {spec}, whose shards are uneven, and it is to be split by granules",
-            hint="choose sizes that tensor parallelism divides, or leave granularity out",
+            f"{name} is {spec}: granularity needs even shards of tensor parallelism",
+            hint="choose sizes that tensor parallelism divides, or leave out granularity",
         )
     return tuple([size // count for size, count in zip(spec.shape, parts, strict=True)])
 
@@ -315,7 +321,9 @@ def _slot(
     own = [] if origin is None else list(zip(origin.mesh.axes, _names(origin.mesh), strict=True))
     ours = list(zip(data_mesh.axes, _names(data_mesh), strict=True))
     if any(set(a) & set(b) for a, _ in own for b, _ in ours):
-        raise MeshError(f"{name} is on axes that are part of the data axes {data_mesh}", hint="use other axes")
+        raise MeshError(
+            f"{name} is on axes that are part of the data axes {data_mesh}", hint="pass other axes as the mesh"
+        )
     axes = sorted([*own, *ours])
     mesh = data_mesh._select(tuple(grid for grid, _ in axes), tuple(axis_name for _, axis_name in axes))
     spec = replicated_spec(mesh, meta) if origin is None else origin.remapped(mesh, meta)

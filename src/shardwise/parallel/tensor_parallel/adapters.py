@@ -1,7 +1,7 @@
 """Adapters (LoRA) around a layer of a plan.
 
-An adapter computes from the input of a layer and adds to its output: `base_layer(x) + lora_B(lora_A(x))`. Where the
-layer takes or gives plain locals, the two terms do not match. So the hooks that convert to and from locals are moved
+An adapter adds a function of a layer's input to its output: `base_layer(x) + lora_B(lora_A(x))`. If the layer takes or
+returns plain locals, the two terms do not match. So the hooks that convert to and from locals are moved
 from the layer to the module around it, and everything inside computes on DTensors, as one device would. Parameters of
 the adapter stay plain, and are replicated.
 
@@ -34,22 +34,22 @@ _AROUND = "_shardwise_around"  # on an adapter: the hooks of its layer, restored
 
 
 def convert_around_adapters(module: nn.Module) -> None:
-    """Move the hooks of layers of a plan to the adapters around them, now and for adapters that come later.
+    """Move the hooks of layers of a plan to the adapters around them, also for adapters that are added later.
 
-    Not if a plan has more entries: for other parts of the adapter, or a second style for the layer.
+    Not if the plan has a style for another part of the adapter, or a second style for the layer.
     """
     _watch_registrations()
     for owner in reversed(list(module.modules())):  # an adapter may be around another: the inner one first
         base = owner._modules.get(BASE)
         if base is not None:
-            _settle(owner, base)
+            _place_hooks(owner, base)
 
 
-def _settle(adapter: nn.Module, base: nn.Module) -> None:
+def _place_hooks(adapter: nn.Module, base: nn.Module) -> None:
     inside = {id(part) for part in base.modules()}
-    says_more = any(STYLES in part.__dict__ for part in adapter.modules() if id(part) not in inside)
+    has_more_styles = any(STYLES in part.__dict__ for part in adapter.modules() if id(part) not in inside)
     layer = layer_of(base)
-    if layer is None or says_more or len(base.__dict__.get(STYLES, ())) > 1:
+    if layer is None or has_more_styles or len(base.__dict__.get(STYLES, ())) > 1:
         _move_back(adapter, base)
     elif _AROUND not in adapter.__dict__:
         _move_out(adapter, base, layer)
@@ -79,7 +79,7 @@ def _move_back(adapter: nn.Module, base: nn.Module) -> None:
     layer = adapter.__dict__.pop(_AROUND, None)
     if layer is not None:
         uninstall(adapter)
-        if layer_of(base) is not None:  # that of an inner adapter may be gone
+        if layer_of(base) is not None:  # an inner adapter may have been removed
             reinstall(base, layer)
 
 
@@ -92,7 +92,7 @@ def _registered(owner: nn.Module, name: str, module: nn.Module | None) -> None:
     """Called when a module is registered in another: an adapter gets its layer, or a layer replaces its adapter."""
     if name == BASE:
         if module is not None:
-            _settle(owner, module)
+            _place_hooks(owner, module)
         return
     before = owner._modules.get(name)
     if before is not None and module is not None and before._modules.get(BASE) is module:

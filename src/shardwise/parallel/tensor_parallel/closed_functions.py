@@ -1,9 +1,9 @@
-"""Functions that are closed: they use their arguments, attributes of `self` and functions of torch, and change nothing.
+"""Closed functions: they use only their arguments, attributes of `self` and functions of torch, and have no effects.
 
 A closed function may run several times without values, and does the same for the same arguments and attributes. It
-cannot read a size, an index or a value of a tensor. The test reads bytecode, because running a function that is not
-closed would already have effects. Every instruction and every name must be known; a function with anything else is
-open. Samples are judged first: if an answer is wrong on this version of Python, all functions are open.
+cannot read a size, an index or a value of a tensor. The test reads bytecode, because running an open function would
+already have effects. A function with an unknown instruction or name is open. Sample functions are tested first: if a
+result is wrong on this version of Python, all functions count as open.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def closed_globals(function: Any) -> Mapping[str, Any] | None:
 
 
 def is_constant(value: Any) -> bool:
-    """Whether a value is immutable, and compares by what it is."""
+    """Whether a value is immutable and compares by value."""
     if isinstance(value, tuple):
         return all(map(is_constant, value))
     return value is None or type(value) in (bool, int, float, str, torch.dtype)
@@ -76,7 +76,7 @@ def is_constant(value: Any) -> bool:
 
 @functools.lru_cache(MAX_KEPT)
 def _global_names(function: Any) -> frozenset[str] | None:
-    """The global names that a function reads; None if it does anything that a closed function does not."""
+    """The global names that a function reads; None if it is open."""
     if not isinstance(function, types.FunctionType):
         return None
     code, defaults = function.__code__, (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())

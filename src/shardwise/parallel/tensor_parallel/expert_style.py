@@ -18,7 +18,7 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement, Replicate, Shard
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import LayoutError, MeshError
-from shardwise.parallel.tensor_parallel.module_parameters import laid_out, see_on, unsee
+from shardwise.parallel.tensor_parallel.module_parameters import laid_out, remap_parameters, restore_parameters
 from shardwise.parallel.tensor_parallel.norm_gradients import add_up_after_backward
 from shardwise.parallel.tensor_parallel.style import ParallelStyle, placement_of
 from shardwise.tensor import DTensor, is_dtensor
@@ -26,19 +26,19 @@ from shardwise.tensor import DTensor, is_dtensor
 __all__ = ["ExpertParallel"]
 
 STACKED = 3  # dims of a parameter that is a matrix for each expert
-_ENTERED = "_shardwise_entered"  # on a module that runs: the spec of a plain input that became a DTensor
+_ENTERED = "_shardwise_entered"  # on a running module: the spec of the DTensor made from a plain input
 
 
 class ExpertParallel(ParallelStyle):
     """Shard the experts of a module: parameters `[E, ...]` of three dims or more get `Shard(0)`, others are replicated.
 
-    E need not divide by the ranks. The module runs on DTensors: it may call `shardwise.moe.dispatch` (tokens go to the
-    ranks of their experts), or be written for one device without it. Experts may be sharded by FSDP too, over another
-    axis.
+    E need not be divisible by the number of ranks. The module runs on DTensors: it may call `shardwise.moe.dispatch`,
+    which sends tokens to the ranks of their experts, or be written for one device. FSDP may shard experts too, over
+    another axis.
 
     Args:
-        parameters: the stacked parameters, as patterns of their names inside the module, where these are not the ones
-            of three dims or more. Biases `[E, F]` are an example.
+        parameters: the stacked parameters, as patterns of their names inside the module; by default those of three dims
+            or more. Needed for biases `[E, F]`, for example.
         tp_mesh: the axis along which each expert is split, of the same mesh.
         tp_dims: the dim of stacked parameters to split along it, by patterns of names, as in `{"up": 2, "down": 1}`.
         input_layouts: the placement of a plain input on the axis of the experts; `Shard(0)` by default.
@@ -86,12 +86,15 @@ class ExpertParallel(ParallelStyle):
         if len(sizes) != 1:
             have = ", ".join(f"{name} {tuple(parameter.shape)}" for name, parameter in found.items())
             raise LayoutError(
-                f"{who}: stacked parameters of one number of experts are needed, found {have or 'none'}",
-                hint='name them: ExpertParallel(parameters=["up", "down"]), or give the style to the experts alone',
+                f"{who}: stacked parameters must have one number of experts, found {have or 'none'}",
+                hint='name them: ExpertParallel(parameters=["up", "down"]), or apply the style only to the experts',
             )
         unknown = [pattern for pattern in self.tp_dims if not any(fnmatchcase(name, pattern) for name in found)]
         if unknown:
-            raise LayoutError(f"{who}: tp_dims names {unknown[0]!r}, which is no stacked parameter of {list(found)}")
+            raise LayoutError(
+                f"{who}: tp_dims has {unknown[0]!r}, which matches no stacked parameter",
+                hint=f"the stacked parameters are {', '.join(found)}",
+            )
         if self.tp_mesh is not None:
             return {}
         return {name: Shard(0) for name in found if "." not in name}
@@ -132,7 +135,7 @@ class ExpertParallel(ParallelStyle):
 
         @not_compiled
         def after(module: nn.Module, args: Any, result: Any) -> Any:
-            unsee(module)
+            restore_parameters(module)
             spec: DTensorSpec | None = module.__dict__.pop(_ENTERED, None)
             return result if spec is None or not self.use_local_output else _left(result, spec)
 
@@ -150,10 +153,10 @@ class ExpertParallel(ParallelStyle):
             larger = value._spec.mesh
             if larger.root is not mesh.root or not set(mesh.axes) <= set(larger.axes):
                 raise MeshError(
-                    f"the input is on {larger} as {value._spec}, and the experts are on {mesh}, no axes of it",
-                    hint="put the batch on the mesh of the plan, or on a larger one that this was cut from",
+                    f"the input is on {larger} as {value._spec}, and the experts are on {mesh}, not a slice of it",
+                    hint="put the batch on the mesh of the plan, or on a larger mesh of which it is a slice",
                 )
-            see_on(module, mesh, larger)
+            remap_parameters(module, mesh, larger)
         return value
 
     def __repr__(self) -> str:
@@ -168,7 +171,7 @@ def _joined(mesh: DeviceMesh, tp_mesh: DeviceMesh) -> DeviceMesh:
     names = (*(mesh.mesh_dim_names or ()), *(tp_mesh.mesh_dim_names or ()))
     if len(names) != 2 or mesh.root is not tp_mesh.root:
         raise MeshError(
-            f"ExpertParallel: {mesh} and {tp_mesh} are no two named axes of one mesh",
+            f"ExpertParallel: {mesh} and {tp_mesh} are not two named axes of one mesh",
             hint='as in parallelize_module(model, mesh["ep"], {...: ExpertParallel(tp_mesh=mesh["tp"], tp_dims=...)})',
         )
     return mesh.root[names]

@@ -81,9 +81,9 @@ class _Refused(Exception):
 
 
 class Used:
-    """All that a forward uses beside its parameters and its input.
+    """All that a forward uses in addition to its parameters and its input.
 
-    Copies and pickles of it are out of date: what they would refer to belongs to this process.
+    Copies and pickles of it count as out of date, because the definitions belong to this process.
     """
 
     def __init__(self) -> None:
@@ -109,7 +109,7 @@ class Used:
         return method
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether a module of the same class has the same attributes, and all names refer to the same objects."""
+        """Whether a module of the same class has equal attributes, and all names refer to the same objects."""
         state = module.__dict__
         return self.definitions_hold() and all(
             type(state.get(name)) is type(value) and state.get(name) == value for name, value in self.attributes.items()
@@ -125,7 +125,7 @@ class Used:
 
 def _out_of_date() -> Used:
     used = Used()
-    used.definitions.append(({}, "", used))  # which never holds
+    used.definitions.append(({}, "", used))  # never equal
     return used
 
 
@@ -144,7 +144,7 @@ _known_of_any_size: BoundedCache[Any, _Known] = BoundedCache(MAX_KEPT)  # by cla
 def forward_layouts(
     module: nn.Module, names: Sequence[str], specs: Sequence[DTensorSpec]
 ) -> tuple[Used, ForwardLayouts | None]:
-    """What the forward of a module uses, and its layouts; None if it must run on DTensors.
+    """The names that the forward of a module uses, and its layouts; None if it must run on DTensors.
 
     Args:
         module: the module. Its forward takes one tensor.
@@ -153,7 +153,7 @@ def forward_layouts(
     """
     mesh, forward = specs[-1].mesh, type(module).forward
     last: Coordinate = (mesh.shape[0] - 1,)
-    # under autocast, dtypes inside of a forward are not those of its operands: it might take another branch
+    # under autocast, dtypes inside a forward differ from those of its operands, and it might take another branch
     if mesh.device_type != "meta" and torch.is_autocast_enabled(mesh.device_type) and not _is_torchs(forward):
         return Used(), None
     if dry.runs.values() or closed_globals(forward) is None:
@@ -176,7 +176,7 @@ def _is_torchs(function: Any) -> bool:
 def _of_any_size(
     module: nn.Module, forward: Callable[..., Any], names: Sequence[str], specs: tuple[DTensorSpec, ...]
 ) -> _Known:
-    """The layouts for these sizes: those of sizes that rules cannot distinguish from these, if known."""
+    """The layouts for these sizes, taken from known ones for sizes that the rules cannot distinguish."""
     alike = _sizes_alike(specs)
     if alike is None:
         return _probed(module, forward, names, specs)
@@ -192,7 +192,7 @@ def _of_any_size(
 
 
 def _sizes_alike(specs: Sequence[DTensorSpec]) -> Any:
-    """The layouts without sizes, where every shard is as large; sizes below two are kept, because they broadcast."""
+    """The layouts without sizes, if shards are even; sizes below two are kept, because they broadcast."""
     ranks = specs[-1].mesh.shape[0]
     found = []
     for spec in specs:
@@ -235,7 +235,7 @@ def _dry_mesh(device_type: str, ranks: int) -> DeviceMesh:
     return DeviceMesh(device_type, range(ranks), fabric="dry")
 
 
-# ---------------------------------------------------------------- what a forward uses
+# ---------------------------------------------------------------- the names that a forward uses
 
 
 class _Self:
@@ -364,7 +364,7 @@ def _probed(
     used = Used()
     used.add_globals(forward)
     found: ForwardLayouts | None = None
-    # any error: the real call runs on DTensors then, and raises it with values and lines of the user
+    # after any error the real call runs on DTensors, and raises it with values and the user's line
     with contextlib.suppress(Exception), _isolated(specs[-1].mesh.device_type):
         found = _compared(module, forward, names, specs, used)
     return _Known(used, found)
@@ -378,13 +378,13 @@ def _compared(
     used: Used,
 ) -> ForwardLayouts | None:
     """The layouts of a forward whose local operators are those of plain torch."""
-    run = functools.partial(_run, forward, names)
+    probe = functools.partial(_run, forward, names)
     for _ in range(2):  # the second time with parameters in the layouts that operators have moved them to
-        run(_Self(module, used), [_empty(spec) for spec in specs])  # a first call computes shapes by more operators
-        on_dtensors = run(_Self(module, used), [_empty(spec) for spec in specs])
+        probe(_Self(module, used), [_empty(spec) for spec in specs])  # a first call computes shapes by more operators
+        on_dtensors = probe(_Self(module, used), [_empty(spec) for spec in specs])
         if on_dtensors.calls.is_row_lookup(on_dtensors.tensors):
             return on_dtensors.layouts(looks_up=True)
-        on_plain = run(_Self(module, used), [_empty_local(spec) for spec in specs])
+        on_plain = probe(_Self(module, used), [_empty_local(spec) for spec in specs])
         if _is_alike(on_dtensors, on_plain) and on_plain.calls.are_free_of_positions(forward):
             found = on_dtensors.layouts()
             return found if all(map(_is_linear, (*found.operands, *found.gradients, found.result))) else None

@@ -1,7 +1,7 @@
-"""How one layer of a style runs: hooks that lay out its input and output, and local tensors inside where possible.
+"""How one layer of a style runs: hooks that lay out its input and output, and local tensors inside if possible.
 
-A forward runs on local tensors if by its rules nothing communicates inside (`forward_layouts`): then DTensors
-would run the same operators on the same locals. In all other cases, for example on a larger mesh, it runs on DTensors.
+A forward runs on local tensors if, by the rules, no operator in it communicates (`forward_layouts`): DTensors would run
+the same operators on the same locals. In all other cases, for example on a larger mesh, it runs on DTensors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from shardwise.fabric.base import fabric_of, fabrics
 from shardwise.fabric.rank_tensor import is_even, is_of_ranks
 from shardwise.parallel.tensor_parallel.forward_layouts import Used, forward_layouts
 from shardwise.parallel.tensor_parallel.local_region import from_layer, rows_here, to_layer
-from shardwise.parallel.tensor_parallel.module_parameters import see_on, unsee
+from shardwise.parallel.tensor_parallel.module_parameters import remap_parameters, restore_parameters
 from shardwise.parallel.tensor_parallel.value_layouts import in_layout, local_of, target_of
 from shardwise.rules.embedding import zero_missing
 from shardwise.tensor import AnyDTensor, DTensor, is_dtensor, is_forward_or_transformed
@@ -119,7 +119,7 @@ class Layer:
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The first argument in the layout that the module computes with; its parameters on the same mesh."""
+        """Lay out the first argument for the module, and remap its parameters to the same mesh."""
         name = None if args else next(iter(kwargs), None)
         value = args[0] if args else kwargs.get(name or "")
         if not isinstance(value, torch.Tensor):
@@ -130,7 +130,7 @@ class Layer:
         return ((found, *args[1:]), kwargs) if name is None else (args, {**kwargs, name: found})
 
     def after(self, module: nn.Module, args: Any, result: Any) -> Any:
-        """The result in the requested layout. Called after an error too, without a result."""
+        """The result in the requested layout. Also called after an error, with None as the result."""
         # while compiling nothing runs on locals, and Dynamo of torch 2.11 does not know this dict
         running = None if is_dynamo_compiling() else module.__dict__.get(_RUNNING)
         if running is not None and running[3] == threading.get_ident():
@@ -140,7 +140,7 @@ class Layer:
             if result is None:
                 return None
             return self._left(program, result if elsewhere is None else zero_missing(result, elsewhere))
-        unsee(module)
+        restore_parameters(module)
         if self.output is not None:
             result = in_layout(result, self.mesh, self.output, self.output, async_op=True)
         return local_of(result, self.mesh) if self.to_local else result
@@ -159,7 +159,7 @@ class Layer:
             _recover(module)
         found = in_layout(value, self.mesh, self.given, self.layouts.input, async_op=True)
         if found._spec.mesh != self.mesh:  # not "is not", see local_of
-            see_on(module, self.mesh, found._spec.mesh)
+            remap_parameters(module, self.mesh, found._spec.mesh)
         return found
 
     def _annotated(self, module: nn.Module, value: torch.Tensor) -> AnyDTensor:
@@ -186,7 +186,7 @@ class Layer:
             return None
         if _RUNNING in state:
             _recover(module)
-        # hooks of others that would get local tensors: after our hook, before the one that follows forward, in backward
+        # other hooks that would get local tensors: between our hooks and forward, or in backward
         if next(reversed(module._forward_pre_hooks)) != _KEY or next(iter(module._forward_hooks)) != _KEY:
             return None
         if module._backward_hooks or global_backward_hooks or (global_forward_hooks and _has_other_global_hooks()):
@@ -245,7 +245,7 @@ class Layer:
         )
 
     def _spec_of_plain(self, module: nn.Module, value: torch.Tensor) -> DTensorSpec | None:
-        """The spec of a plain input that each rank has as the forward needs it; None for any other."""
+        """The spec of a plain input that is already in the layout of the forward; None for other inputs."""
         given = self.given
         if given is not self.layouts.input or (
             fabrics[self.mesh.fabric].many_ranks and not is_of_ranks(innermost(value))
@@ -261,7 +261,7 @@ class Layer:
         return DTensorSpec(self.mesh, (given,), meta)
 
     def _run(self, module: nn.Module, program: Program, value: torch.Tensor) -> torch.Tensor:
-        """The local of the input. The module has locals for parameters until its forward has ended."""
+        """The local of the input. Until the end of forward, the parameters of the module are locals."""
         parameters, entered = module._parameters, isinstance(value, DTensor)
         own = {name: parameters[name] for name in self.layouts.parameters if name in parameters}
         tensors = [own[name] for name in program.names]
@@ -295,13 +295,15 @@ class Layer:
         return source, source if self.output is None else target_of(source, self.mesh, self.output)
 
 
-# By themselves, after a graph break, Dynamo leaves its stand-in of a mesh in results. Inside a graph it traces them.
+# If Dynamo traced these alone, after a graph break, results would have its proxy of a mesh. Inside a graph it may.
 never_traced(Layer.before, Layer.after)
 
 
 def _recover(module: nn.Module) -> None:
-    """Before a call of a module that has locals for parameters: after an interrupt, which ends a forward without hooks,
-    it gets its own again. That another thread runs it is an error."""
+    """Restore the parameters of a module after an interrupt, which ends a forward without calling hooks.
+
+    Raises if another thread is running the module.
+    """
     running = module.__dict__.get(_RUNNING)
     if running is None:
         return
@@ -319,13 +321,13 @@ def _two_threads(module: nn.Module) -> UnsupportedError:
 
 
 def layer_of(module: nn.Module) -> Layer | None:
-    """The layer whose hooks a module has, if it is one."""
+    """The layer whose hooks a module has, if it has the hooks of one."""
     installed = module.__dict__.get(_INSTALLED, ())
     return installed[0][0] if len(installed) == 1 else None
 
 
 def reinstall(module: nn.Module, layer: Layer) -> None:
-    """Give a module the hooks of `layer`, in place of those that it has."""
+    """Replace the hooks of a module by those of `layer`."""
     ((_, first, last),) = module.__dict__[_INSTALLED]
     module._forward_pre_hooks[first] = layer.before
     module._forward_hooks[last] = layer.after
@@ -333,7 +335,7 @@ def reinstall(module: nn.Module, layer: Layer) -> None:
 
 
 def uninstall(module: nn.Module) -> None:
-    """Take away the hooks of the one layer that a module has."""
+    """Remove the hooks of a module's only layer."""
     ((_, first, last),) = module.__dict__.pop(_INSTALLED)
     for hooks in (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs):
         del hooks[first]
@@ -352,7 +354,7 @@ def features_of(module: nn.Module, features: tuple[str, int] | int) -> Any:
 def _under_fixed_key(number: int, hooks: dict[int, Any], *marks: dict[int, bool]) -> int:
     """Store a hook under a key that is the same on all similar modules; returns the key.
 
-    torch numbers the hooks of a process, and Dynamo guards the numbers: each block of a model would be compiled again.
+    torch numbers hooks in a process, and Dynamo guards the numbers: each block of a model would be compiled again.
     """
     key = _KEY
     while key in hooks:
@@ -363,11 +365,11 @@ def _under_fixed_key(number: int, hooks: dict[int, Any], *marks: dict[int, bool]
 
 
 def _has_other_global_hooks() -> bool:
-    """Whether hooks for all modules, other than those that record names of modules, would get local results."""
+    """Whether there are global hooks of others, which would get local results."""
     return any(not hook.__module__.startswith("shardwise.") for hook in global_forward_hooks.values())
 
 
 def _is_even(spec: DTensorSpec) -> bool:
-    """Whether all ranks hold as much."""
+    """Whether all ranks have equal shares."""
     sharded = [p for p in spec.placements if isinstance(p, AnyShard)]
     return all(isinstance(p, Shard) and spec.shape[p.dim] % spec.mesh.shape[0] == 0 for p in sharded)

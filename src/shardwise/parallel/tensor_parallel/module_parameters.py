@@ -22,11 +22,19 @@ from shardwise.fabric.rank_tensor import is_of_ranks
 from shardwise.fabric.shared_writes import check_agreement
 from shardwise.tensor import DTensor, is_dtensor
 
-__all__ = ["check_parameters", "keep_one_gradient", "laid_out", "lay_out", "see_on", "unsee", "update_ties"]
+__all__ = [
+    "check_parameters",
+    "keep_one_gradient",
+    "laid_out",
+    "lay_out",
+    "remap_parameters",
+    "restore_parameters",
+    "update_ties",
+]
 
 _MADE = "_shardwise_made"  # on a distributed parameter: a weak reference to the DTensor
 _OWN = "_shardwise_own"  # on a module that runs on a larger mesh: its own parameters and buffers, to put back
-_ONE = "_shardwise_one"  # on a plain parameter whose gradient is looked after
+_ONE = "_shardwise_one"  # on a plain parameter with a hook that keeps one gradient
 
 
 # ---------------------------------------------------------------- before anything is changed
@@ -80,8 +88,8 @@ def _lay_out_originals(
 ) -> None:
     """Make DTensors of the tensors that a parametrization computes from.
 
-    Tensors with the size of the dim to shard are sharded in it, others are replicated. The value is that of
-    one device in any layout; this one keeps on a rank what belongs to its part.
+    Tensors that have the dim to shard are sharded along it, others are replicated. The value is that of one device in
+    any layout; in this one a rank has the inputs of its own part.
     """
     shape = _computed(module, name).shape
     (wanted,) = checked_placements((placement,), mesh, len(shape))
@@ -118,7 +126,7 @@ def _computed(module: nn.Module, name: str) -> Any:
 def laid_out(
     parameter: nn.Parameter, mesh: DeviceMesh, placement: Placement | tuple[Placement, ...], src_data_rank: int | None
 ) -> nn.Parameter:
-    """The parameter as a DTensor: the one it was made before, if it was."""
+    """The parameter as a DTensor; if it was distributed before, the same DTensor."""
     wanted = DTensorSpec(mesh, placement, TensorMeta.of(parameter))
     if isinstance(parameter, DTensor):
         if parameter._spec.placements == wanted.placements:
@@ -142,7 +150,7 @@ def became(parameter: torch.Tensor) -> Any:
 
 
 def update_ties(module: nn.Module) -> None:
-    """Modules outside a plan that share a parameter with one inside get the new one too."""
+    """Give the new parameter also to modules outside of the plan that share it."""
     for owner in module.modules():
         for name, parameter in owner._parameters.items():
             made = None if parameter is None else became(parameter)
@@ -170,19 +178,19 @@ def _one_gradient(name: str, gradient: torch.Tensor) -> torch.Tensor:
 
 def _differing_gradients(name: str, rank: int) -> AgreementError:
     return AgreementError(
-        f"{name}: a plain parameter beside a plan represents that of every virtual rank, but their gradients differ",
-        hint="each rank sees another part of the input: give the module a style, as SequenceParallel",
+        f"{name}: a plain parameter beside a plan is one tensor for all virtual ranks, but their gradients differ",
+        hint="ranks have different parts of the input: give the module a style, such as SequenceParallel",
     )
 
 
 # ---------------------------------------------------------------- while the module runs
 
 
-def see_on(module: nn.Module, mesh: DeviceMesh, larger: DeviceMesh, *, submodules: bool = True) -> None:
-    """Until `unsee`, parameters and buffers that lie on `mesh` are seen on a larger mesh, one value along other axes.
+def remap_parameters(module: nn.Module, mesh: DeviceMesh, larger: DeviceMesh, *, submodules: bool = True) -> None:
+    """Remap parameters and buffers on `mesh` to a larger mesh, replicated along its other axes.
 
-    Gradients are added up over these axes. What is written to a buffer in place is written to the module's own. With
-    `submodules=False` only those of the module itself.
+    `restore_parameters` undoes it. Gradients are summed over the other axes. In-place writes to a buffer change the
+    module's own. With `submodules=False` only tensors of the module itself are remapped.
     """
     own: list[tuple[dict[str, Any], str, Any, Any]] = []
     for owner in module.modules() if submodules else (module,):
@@ -190,34 +198,36 @@ def see_on(module: nn.Module, mesh: DeviceMesh, larger: DeviceMesh, *, submodule
         for table in tables:
             for name, tensor in table.items():
                 if is_dtensor(tensor) and tensor._spec.mesh == mesh:
-                    own.append((table, name, tensor, _seen(tensor, larger)))
-    for table, name, _, seen in own:
-        table[name] = seen
+                    own.append((table, name, tensor, _remapped(tensor, larger)))
+    for table, name, _, remapped in own:
+        table[name] = remapped
     if own:
         setattr(module, _OWN, own)  # not through its dict, which Dynamo of torch 2.11 does not know
 
 
-def _seen(tensor: Any, larger: DeviceMesh) -> Any:
+def _remapped(tensor: Any, larger: DeviceMesh) -> Any:
     spec = tensor._spec.remapped(larger)
     return DTensor.from_local(
         tensor.to_local(), larger, spec.placements, shape=spec.shape, stride=spec.tensor_meta.stride
     )
 
 
-def unsee(module: nn.Module) -> None:
-    """The parameters and buffers are the module's own again; a buffer that was replaced keeps its new value."""
+def restore_parameters(module: nn.Module) -> None:
+    """Restore the module's own parameters and buffers; a buffer that was replaced keeps its new value."""
     own = getattr(module, _OWN, None)
     if own is None:
         return
-    for table, name, tensor, seen in own:
+    for table, name, tensor, remapped in own:
         now = table.get(name)
-        if now is seen or isinstance(tensor, nn.Parameter):
+        if now is remapped or isinstance(tensor, nn.Parameter):
             table[name] = tensor
-        elif is_dtensor(now) and now._spec.mesh == seen._spec.mesh:
+        elif is_dtensor(now) and now._spec.mesh == remapped._spec.mesh:
             spec = tensor._spec.remapped(now._spec.mesh)
             local = now.redistribute(placements=spec.placements).to_local()
             table[name] = DTensor.from_local(local, tensor._spec.mesh, tensor._spec.placements)
     delattr(module, _OWN)
 
 
-never_traced(see_on, unsee)  # by themselves, after a graph break: Dynamo cannot guard a mesh that is an argument
+never_traced(
+    remap_parameters, restore_parameters
+)  # by themselves, after a graph break: Dynamo cannot guard a mesh that is an argument

@@ -31,7 +31,7 @@ _waiting: dict[int, nn.Parameter] = of_one_rank({})  # parameters that this back
 
 
 def add_up_after_backward(parameters: Iterable[nn.Parameter]) -> None:
-    """From now on a backward ends with reduced gradients of these parameters."""
+    """Reduce the gradients of these parameters at the end of every backward."""
     for parameter in parameters:
         if parameter.requires_grad and not hasattr(parameter, _WATCHED):
             parameter.register_hook(functools.partial(_about_to_reach, weakref.ref(parameter)))
@@ -40,7 +40,7 @@ def add_up_after_backward(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def users_hooks(hooks: Mapping[int, Callable[..., Any]] | None) -> list[Callable[..., Any]]:
-    """The hooks of a parameter that are not from here."""
+    """The hooks of a parameter, without those of this module."""
     return [
         hook
         for hook in (hooks or {}).values()
@@ -50,7 +50,7 @@ def users_hooks(hooks: Mapping[int, Callable[..., Any]] | None) -> list[Callable
 
 @torch.no_grad()
 def _about_to_reach(reference: weakref.ref[nn.Parameter], gradient: torch.Tensor) -> None:
-    """Gradients that an earlier backward has reduced become Partial again, at no cost: sums are added locally."""
+    """Make a gradient of an earlier backward Partial again, without communication, so that sums are added locally."""
     parameter = reference()
     earlier = None if parameter is None else parameter.grad
     if parameter is None or not isinstance(earlier, DTensor) or not isinstance(gradient, DTensor):
@@ -86,7 +86,7 @@ def add_up(parameters: Iterable[torch.Tensor]) -> None:
 
 
 def _is_plain_sum(spec: DTensorSpec) -> bool:
-    """Partial on some axes, and replicated on the others: only then locals fit into one flat buffer."""
+    """Whether a layout is a Partial sum on some axes and replicated on the others, as a flat buffer needs it."""
     kinds = {type(p) for p in spec.placements}
     return (
         Partial in kinds

@@ -52,9 +52,9 @@ def parallelize_module(
         module: the module. It may be on the meta device: then no rank ever has a full parameter.
         device_mesh: a mesh of one axis: `mesh["tp"]` where there are several.
         parallelize_plan: a style for the module itself, or a dict from the paths of submodules to styles. Each part
-            of a path may hold wildcards (`"layers.*.mlp.w[13]"`), `""` is the module itself, and a dict in place of a
-            style is a plan for that submodule. A path that matches nothing is a warning.
-        src_data_rank: whose values of the parameters count, as a rank of the mesh. None: each rank's own.
+            of a path may have wildcards (`"layers.*.mlp.w[13]"`), `""` is the module itself, and a dict in place of a
+            style is a plan for that submodule. A path without a match gives a warning.
+        src_data_rank: the rank of the mesh whose parameter values are used. None: each rank's own.
 
     Returns:
         The module.
@@ -81,8 +81,8 @@ def parallelize_module(
     for entry in fresh:
         entry.style.src_data_rank = src_data_rank
         entry.style._apply(entry.module, mesh)
-        held = entry.module.__dict__
-        held[STYLES] = (*held.get(STYLES, ()), (repr(entry.style), mesh))
+        attributes = entry.module.__dict__
+        attributes[STYLES] = (*attributes.get(STYLES, ()), (repr(entry.style), mesh))
     convert_around_adapters(module)
     update_ties(module)
     keep_one_gradient(module.named_parameters(), mesh)
@@ -92,7 +92,7 @@ def parallelize_module(
 def _one_axis(mesh: DeviceMesh) -> DeviceMesh:
     if mesh.ndim != 1:
         name = "tp" if "tp" in (mesh.mesh_dim_names or ()) else mesh.axis_name(mesh.ndim - 1)
-        raise MeshError(f"a plan is for one axis, and {mesh} has {mesh.ndim}", hint=f'give it one: mesh["{name}"]')
+        raise MeshError(f"a plan is for one axis, and {mesh} has {mesh.ndim}", hint=f'pass one axis: mesh["{name}"]')
     return mesh
 
 
@@ -112,7 +112,7 @@ def _entries(module: nn.Module, prefix: str, plan: Any, unknown: list[str]) -> I
                 yield from _entries(submodule, path, style, unknown)
     else:
         raise LayoutError(
-            f"a plan is a ParallelStyle or a dict from names of modules to such, not {plan!r}"
+            f"a plan is a ParallelStyle, or a dict from names of modules to plans, not {plan!r}"
             + (f" (for module {prefix!r})" if prefix else ""),
             hint='as in {"layers.*.w1": ColwiseParallel(), "layers.*.w2": RowwiseParallel()}',
         )
@@ -138,16 +138,16 @@ def _not_found(key: str, module: nn.Module) -> str:
 
 
 def _checked(entries: list[PlannedModule], mesh: DeviceMesh) -> list[PlannedModule]:
-    """The entries to apply: all of them fit, and none is there or on its module already."""
+    """The entries to apply, without duplicates and styles that a module already has. Raises if one does not fit."""
     known: dict[int, Placement] = {}
     seen: set[tuple[int, str]] = set()
     fresh: list[PlannedModule] = []
     for entry in entries:
-        words = repr(entry.style)
+        style = repr(entry.style)
         applied = entry.module.__dict__.get(STYLES, ())
-        if (id(entry.module), words) in seen or (words, mesh) in applied:
+        if (id(entry.module), style) in seen or (style, mesh) in applied:
             continue  # a module that is reached by two paths, or a plan that is applied again
-        seen.add((id(entry.module), words))
+        seen.add((id(entry.module), style))
         placements = entry.style._parameters_of(entry.module, entry.who)
         check_parameters(entry.module, placements, mesh, entry.who, known)
         fresh.append(entry)
@@ -156,7 +156,7 @@ def _checked(entries: list[PlannedModule], mesh: DeviceMesh) -> list[PlannedModu
 
 @contextlib.contextmanager
 def loss_parallel() -> Iterator[None]:
-    """Changes nothing: `cross_entropy` of logits that are sharded over classes gathers none of them, inside or outside.
+    """Accepted for compatibility; it changes nothing. `cross_entropy` never gathers logits that are sharded by class.
 
     Example:
         >>> import torch

@@ -20,7 +20,7 @@ Layouts = tuple[Placement | None, ...]
 
 
 def _prepared(value: Any, mesh: DeviceMesh, given: Placement | None, wanted: Placement | None, to_local: bool) -> Any:
-    """The tensors of one argument or result; without a layout they are left alone."""
+    """The tensors of one argument or result in the wanted layout; unchanged if `given` is None."""
     if given is None:
         return value
     found = in_layouts(value, mesh, given, given if wanted is None else wanted)
@@ -125,7 +125,7 @@ class PrepareModuleOutput(ParallelStyle):
         >>> mesh = sw.init_device_mesh("cpu", (4,))
         >>> style = PrepareModuleOutput(output_layouts=sw.Replicate(), desired_output_layouts=sw.Shard(0))
         >>> same = sw.parallel.parallelize_module(torch.nn.Identity(), mesh, style)
-        >>> same(torch.ones(8, 3)).shape  # what each rank has
+        >>> same(torch.ones(8, 3)).shape  # on each rank
         torch.Size([2, 3])
     """
 
@@ -229,5 +229,5 @@ def _check_count(style: ParallelStyle, module: nn.Module, what: str, have: int, 
         raise LayoutError(
             f"{type(module).__name__} has {have} {what}s, and {type(style).__name__} has layouts for {layouts}",
             hint=f"give {what}_layouts a placement or None for each {what}"
-            + (" without a name; those with names go to input_kwarg_layouts" if what == "input" else ""),
+            + ("; for keyword inputs use input_kwarg_layouts" if what == "input" else ""),
         )

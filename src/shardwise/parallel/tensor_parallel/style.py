@@ -14,14 +14,14 @@ from shardwise.errors import LayoutError
 
 __all__ = ["STYLES", "ParallelStyle", "placement_of", "placements_of"]
 
-STYLES = "_shardwise_styles"  # on a module: the styles that it has, in words, and their meshes
+STYLES = "_shardwise_styles"  # on a module: the reprs of its styles, and their meshes
 
 
 class ParallelStyle(ABC):
     """How one module is parallelized. A plan (`parallelize_module`) applies it to the modules that it names.
 
     Subclasses define `_apply(module, device_mesh)`, which changes the module in place (parameters, hooks) and returns
-    it. `src_data_rank` is the rank whose values of the parameters count; it is set before `_apply` is called.
+    it. `src_data_rank` is the rank whose parameter values are used; it is set before `_apply` is called.
 
     Example:
         >>> import torch
@@ -45,12 +45,12 @@ class ParallelStyle(ABC):
         return {}
 
     def _layer_of(self, path: str, module: nn.Module) -> tuple[str, nn.Module]:
-        """The module that the style is for, where a plan names `module`, and its path."""
+        """The module that the style applies to if a plan names `module`, and its path."""
         return path, module
 
 
 def placement_of(value: Any, style: ParallelStyle, argument: str) -> Placement:
-    """A placement, ours or torch's, as ours."""
+    """A placement, also one of torch, as a `Placement`."""
     try:
         return as_placement(value)
     except (TypeError, ValueError):
@@ -61,6 +61,6 @@ def placement_of(value: Any, style: ParallelStyle, argument: str) -> Placement:
 
 
 def placements_of(value: Any, style: ParallelStyle, argument: str) -> tuple[Placement | None, ...]:
-    """One placement, or a tuple of placements and None, as a tuple of ours."""
+    """One placement, or a tuple of placements and None, as a tuple of `Placement` and None."""
     items = value if isinstance(value, tuple | list) else (value,)
     return tuple(None if item is None else placement_of(item, style, argument) for item in items)

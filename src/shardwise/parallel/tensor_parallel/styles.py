@@ -43,13 +43,13 @@ class _LayerStyle(ParallelStyle):
                 return layouts
         fitting = " and ".join(f"nn.{kind.__name__}" for kind in self.layers)
         raise LayoutError(
-            f"{who}: it fits {fitting}, not this module",
+            f"{who}: the style is for {fitting}, not for this module",
             hint="norms and dropout take SequenceParallel(); for other modules shard the parameters with "
             "distribute_module(module, mesh, partition_fn), or subclass ParallelStyle",
         )
 
     def _layer_of(self, path: str, module: nn.Module) -> tuple[str, nn.Module]:
-        """The layer inside, where an adapter (LoRA) is around it."""
+        """The layer inside of adapters (LoRA)."""
         while isinstance(base := module._modules.get(BASE), nn.Module):
             path, module = f"{path}.{BASE}" if path else BASE, base
         return path, module

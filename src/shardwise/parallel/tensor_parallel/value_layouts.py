@@ -1,7 +1,7 @@
 """Redistributes a value to a layout on the mesh of a style.
 
-The mesh of a style has one axis, and a value may be on a larger mesh that has this axis too: a batch of which each
-rank of a data-parallel axis has a part. Then only the axis of the style changes, and the others stay as they are.
+The mesh of a style has one axis, and a value may be on a larger mesh that has this axis too, for example a batch that
+is sharded over a data-parallel axis. Then only the placement on the axis of the style changes.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _tensor_in_layout(
 
 
 def in_layouts(tree: Any, mesh: DeviceMesh, given: Placement, wanted: Placement) -> Any:
-    """The same for every tensor in a tuple, list or dict."""
+    """`in_layout` for every tensor in a tuple, list or dict."""
     if isinstance(tree, torch.Tensor):
         return in_layout(tree, mesh, given, wanted)
     return tree_map_only(torch.Tensor, lambda tensor: in_layout(tensor, mesh, given, wanted), tree)
@@ -103,7 +103,7 @@ def _order_of(spec: DTensorSpec) -> Any:
 
 
 def redistributed_as_one(tensors: Sequence[DTensor], placements: Sequence[Placement]) -> list[DTensor]:
-    """Tensors of one mesh, layout and dtype, sharded neither now nor afterwards, with these placements; contiguous."""
+    """Redistribute tensors of one mesh, layout and dtype as one flat buffer. Neither layout is sharded."""
     buffer = FlatBuffer.of([tensor._spec for tensor in tensors])
     joined = dtensor_of(buffer.spec, buffer.joined(tensor._local_tensor for tensor in tensors))
     parts = buffer.parts(joined.redistribute(placements=placements)._local_tensor)

@@ -90,7 +90,7 @@ def _output(get_size: Any, get: Any, program: ctypes.c_void_p) -> bytes:
 
 def _check(error: int, log: str) -> None:
     if error:
-        raise CompilerError(f"NVRTC gave error {error}. {log}")
+        raise CompilerError(f"NVRTC returned error {error}. {log}")
 
 
 @cache
@@ -110,4 +110,4 @@ def _driver() -> ctypes.CDLL:
 
 def _driver_call(function: str, *arguments: Any) -> None:
     if error := getattr(_driver(), function)(*arguments):
-        raise RuntimeError(f"{function} gave CUDA error {error}.")
+        raise RuntimeError(f"{function} returned CUDA error {error}.")

@@ -29,7 +29,7 @@ from shardwise.rng.random_fill import Draw
 __all__ = ["draw", "reproduces"]
 
 _MASK = 2**64 - 1
-_SEED = 42  # of the draws that are compared with torch's
+_SEED = 42  # of the draw that is compared with torch's
 
 
 class _GlobalDraw(NamedTuple):
@@ -43,7 +43,7 @@ class _GlobalDraw(NamedTuple):
 def reproduces(draw: Draw) -> bool:
     """Whether `draw` below is bitwise equal to torch's operator on this device.
 
-    This is tested at run time: on the first use of an operator and dtype, numbers are drawn both ways and compared.
+    This is tested at run time: on the first use of an operator and dtype, a draw is compared with torch's.
     False while a CUDA graph is captured, because the generator's state is then unknown.
 
     Example:
