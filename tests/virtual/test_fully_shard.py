@@ -845,6 +845,23 @@ def test_gradients_of_parameters_that_autograd_does_not_reach_are_refused(
     assert all(parameter.grad is None for parameter in parameters)
 
 
+def test_gradients_asked_for_by_edges_and_by_gathered_leaves_are_refused() -> None:
+    mesh = line(4)
+    model = sw.fully_shard(nn.Linear(4, 4), mesh)
+    x = sw.distribute_tensor(torch.randn(8, 4), mesh, [S0])
+    edge = torch.autograd.graph.get_gradient_edge(model.weight)
+    with pytest.raises(sw.ShardwiseError, match="the gradient of weight"):
+        torch.autograd.grad(model(x).sum(), [edge], allow_unused=True)
+    model.unshard()
+    shown = model.bias  # a leaf for plain inputs, and these are DTensors
+    with pytest.raises(sw.ShardwiseError, match="the gradient of bias"):
+        torch.autograd.grad(model(x).sum(), [shown], allow_unused=True)
+    model.unshard()
+    shown = model.bias
+    found = torch.autograd.grad(model(torch.ones(2, 4)).sum(), shown)[0]  # each rank's own, of its plain batch
+    torch.testing.assert_close(found.tensors[0], torch.full((4,), 2.0))
+
+
 def test_a_function_that_differentiates_a_sharded_module_in_its_backward_is_refused() -> None:
     """As solvers of differential equations by adjoints do; the gradients would be zero."""
 

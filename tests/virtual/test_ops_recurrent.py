@@ -138,3 +138,48 @@ def test_first_states_are_not_of_the_global_batch(
     sum(t.sin().sum() for t in tree_leaves(wanted)).backward()
     for ours, theirs in zip(parallel.parameters(), network.parameters(), strict=True):
         torch.testing.assert_close(ours.grad.full_tensor(), theirs.grad)
+
+
+def states_of(left: Any) -> list[Any]:
+    return [*left] if isinstance(left, tuple) else [left]
+
+
+def check_network(layer: Any, x: torch.Tensor, placements: list[Any], run: Any) -> None:
+    """Results, gradients and the random numbers after a call are those of one device."""
+    mesh = sw.init_device_mesh("cpu", (2,))
+    spread: Any = sw.distribute_module(copy.deepcopy(layer), mesh)
+    found = []
+    for model, batch in ((layer, x), (spread, sw.distribute_tensor(x, mesh, placements))):
+        torch.manual_seed(5)
+        output, left = run(model, batch)
+        (output.square().sum() + sum(state.sum() for state in states_of(left))).backward()
+        found.append([output, *states_of(left), *[p.grad for p in model.parameters()], torch.rand(2)])
+    for theirs, ours in zip(*found, strict=True):
+        whole = ours.full_tensor() if isinstance(ours, sw.DTensor) else ours
+        torch.testing.assert_close(whole, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+@pytest.mark.parametrize("batch_first", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.4])
+def test_networks_with_dropout_and_without_given_states(
+    dropout: float, batch_first: bool, kind: str, dtype: torch.dtype
+) -> None:
+    """torch's decomposition leaves dropout out; oneDNN's backward reads memory of states, and zeros are stored once."""
+    torch.manual_seed(0)
+    for bidirectional, placement in itertools.product([False, True], [R, sw.Shard(0 if batch_first else 1)]):
+        options = {"batch_first": batch_first, "bidirectional": bidirectional, "dtype": dtype}
+        layer = getattr(torch.nn, kind)(FEATURES, HIDDEN, num_layers=3, dropout=dropout, **options)
+        check_network(layer, torch.randn(4, 5, FEATURES, dtype=dtype), [placement], lambda model, x: model(x))
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_packed_sequences_with_dropout(kind: str) -> None:
+    def run(model: Any, x: Any) -> Any:
+        output, left = model(torch.nn.utils.rnn.pack_padded_sequence(x, torch.tensor([4, 3, 1])))
+        return torch.nn.utils.rnn.pad_packed_sequence(output)[0], left
+
+    torch.manual_seed(0)
+    layer = getattr(torch.nn, kind)(FEATURES, HIDDEN, num_layers=2, dropout=0.4, dtype=torch.float64)
+    check_network(layer, torch.randn(4, 3, FEATURES, dtype=torch.float64), [S1], run)

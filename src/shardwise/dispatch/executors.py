@@ -60,7 +60,7 @@ def executor(signature: Signature, sharding: OutputSharding) -> Executor:
         )
     routes = routes_between(specs, sharding.inputs)
     local_op, runs_as = sharding.rule.local_op or PHYSICAL.get(info.op), sharding
-    if info.op is EXPAND or any(spec.broadcast for spec in sharding.inputs):
+    if info.op is EXPAND or any(spec.broadcast for spec in (*specs, *sharding.inputs)):
         sharding, local_op, runs_as = keeping_broadcast(signature, sharding, local_op or info.kernel)
     patches = _patches(runs_as, signature.mesh)
     if any_complex(specs, sharding.outputs):

@@ -113,9 +113,59 @@ def _pad_packed_sequence(
     return steps.masked_fill((rows < 0).view(*rows.shape, *(1,) * (data.dim() - 1)), padding_value), lengths
 
 
+def _with_dropout(op: OpOverload) -> Callable[..., Any]:
+    """A recurrent network with dropout between its layers, which torch's decomposition leaves out.
+
+    Layer by layer, time before batch, as torch's kernels draw it.
+    """
+    run = _below(op)
+
+    def compute(
+        input: Any,  # noqa: A002  # torch's name
+        hx: Any,
+        params: Sequence[Any],
+        has_biases: bool,
+        layers: int,
+        dropout: float,
+        train: bool,
+        bidirectional: bool,
+        batch_first: bool,
+    ) -> Any:
+        if not dropout or not train or layers == 1:
+            return run(input, hx, params, has_biases, layers, dropout, train, bidirectional, batch_first)
+        _refuse_cudnn(input)
+        output = input.transpose(0, 1) if batch_first else input
+        several, parts = isinstance(hx, list | tuple), len(params) // layers
+        ends: list[Any] = []
+        for layer in range(layers):
+            own = [state.chunk(layers)[layer] for state in (hx if several else [hx])]
+            given = output if layer == 0 else torch.dropout(output, dropout, True)
+            own_params = params[layer * parts : (layer + 1) * parts]
+            states = own if several else own[0]
+            output, *left = run(given, states, own_params, has_biases, 1, 0.0, train, bidirectional, False)
+            ends.append(left)
+        output = output.transpose(0, 1) if batch_first else output
+        return output, *[torch.cat([_states_of_layers(state) for state in kind]) for kind in zip(*ends, strict=True)]
+
+    return compute
+
+
+def _refuse_cudnn(batch: Any) -> None:
+    if batch.device.type == "cuda" and torch.backends.cudnn.enabled:
+        raise UnsupportedError(
+            "dropout between the layers of a recurrent network on CUDA: cuDNN draws it with a state of each process",
+            hint="set torch.backends.cudnn.enabled = False, or put nn.Dropout between networks of one layer",
+        )
+
+
+def _states_of_layers(state: Any) -> Any:
+    """Before torch 2.13 the states of an LSTM without a fused kernel have an extra dim."""
+    return state.squeeze(1) if state.dim() > 3 else state
+
+
 def _with_states_as_input(op: OpOverload) -> Callable[..., Any]:
     """Lay out the first states of a recurrent network like its batch: torch writes to tensors made from them."""
-    run = _below(op)
+    run = _with_dropout(op)
 
     def compute(input: Any, hx: Any, *options: Any) -> Any:  # noqa: A002  # torch's name
         time, batch = (1, 0) if options[-1] else (0, 1)
@@ -126,8 +176,7 @@ def _with_states_as_input(op: OpOverload) -> Callable[..., Any]:
             laid_out = [torch.where(kept, state, state) for state in states]
             hx = laid_out if isinstance(hx, list | tuple) else laid_out[0]
         output, *left = run(input, hx, *options)
-        # before torch 2.13 the states of an LSTM without a fused kernel have an extra dim
-        return output, *[state.squeeze(1) if state.dim() > 3 else state for state in left]
+        return output, *[_states_of_layers(state) for state in left]
 
     return compute
 

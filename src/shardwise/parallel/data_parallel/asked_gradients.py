@@ -40,9 +40,10 @@ def _refusing(function: Callable[..., Any], position: int) -> Callable[..., Any]
             args = tuple([_kept(each) for each in args])  # generators are read here, and once more by torch
             kwargs = {name: _kept(each) for name, each in kwargs.items()}
             inputs = args[position] if len(args) > position else kwargs["inputs"]
-            asked = {id(each): getattr(each, MARK) for each in _listed(inputs) if hasattr(each, MARK)}
+            asked = {id(each): getattr(each, MARK) for each in map(_stored, _listed(inputs)) if hasattr(each, MARK)}
             if asked:
-                _refuse(args[0] if args else kwargs.get("outputs", kwargs.get("tensors", ())), asked)
+                own = {_node(each) for each in _listed(inputs)}
+                _refuse(args[0] if args else kwargs.get("outputs", kwargs.get("tensors", ())), asked, own)
         return function(*args, **kwargs)
 
     return refusing
@@ -53,9 +54,27 @@ def _kept(given: Any) -> Any:
     return tuple(given) if isinstance(given, Iterator) else given
 
 
-def _refuse(outputs: Any, asked: dict[int, str]) -> None:
-    """Raise if a result was computed from a gathered leaf of one of the parameters, given as names by id."""
+def _node(given: Any) -> Any:
+    """The node of autograd that gives a tensor, or that an edge names; None for a parameter."""
+    return given.node if isinstance(given, GradientEdge) else getattr(given, "grad_fn", None)
+
+
+def _stored(given: Any) -> Any:
+    """The stored parameter that is asked for: by itself, by an edge of autograd, by a leaf that `unshard()` shows."""
+    node = _node(given)
+    if hasattr(node, STORED):
+        return getattr(node, STORED)[given.output_nr]
+    return getattr(node, "variable", given)
+
+
+def _refuse(outputs: Any, asked: dict[int, str], own: set[Any]) -> None:
+    """Raise if a result was computed from a gathered leaf of one of the parameters, given as names by id.
+
+    Not with a leaf that is asked for itself, whose node is one of `own`.
+    """
     for node in _nodes(outputs):
+        if node in own:
+            continue
         for stored in getattr(node, STORED, ()):
             if id(stored) in asked:
                 raise UnsupportedError(

@@ -6,8 +6,10 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from shardwise.core.tracing import is_dynamo_compiling
 from shardwise.parallel.data_parallel.module_tree import STATE, states_under
-from shardwise.parallel.data_parallel.schedule import ModuleState
+from shardwise.parallel.data_parallel.schedule import ModuleState, leave_forwards, running_forwards
+from shardwise.parallel.data_parallel.waiting_gradients import follow_waiting_gradients
 
 __all__ = ["DataParallelModule"]
 
@@ -30,6 +32,18 @@ class DataParallelModule:
         original = next(kind for kind in cls.__mro__ if not issubclass(kind, DataParallelModule))
         return original(*args, **kwargs)
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        parent: Any = super()
+        if is_dynamo_compiling():
+            return parent.__call__(*args, **kwargs)
+        running = running_forwards()
+        try:
+            return parent.__call__(*args, **kwargs)
+        except BaseException as error:
+            if not isinstance(error, Exception):
+                leave_forwards(running)
+            raise
+
     def __repr__(self) -> str:
         return f"{self._shown_as}{super().__repr__()}"
 
@@ -38,6 +52,8 @@ class DataParallelModule:
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward reduces gradients. If not, they accumulate locally, without communication."""
+        if not requires_gradient_sync:
+            follow_waiting_gradients()
         for state in self._states(recurse):
             state.requires_gradient_sync = requires_gradient_sync
 

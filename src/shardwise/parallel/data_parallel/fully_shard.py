@@ -25,6 +25,7 @@ from shardwise.parallel.data_parallel.param_group import ParameterGroup, alike
 from shardwise.parallel.data_parallel.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 from shardwise.parallel.data_parallel.schedule import ModuleState, abandon_forward
 from shardwise.parallel.data_parallel.sharded_param import ShardedParameter, computed_shape
+from shardwise.parallel.data_parallel.waiting_gradients import follow_waiting_gradients
 
 __all__ = ["FSDPModule", "UnshardHandle", "fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
 
@@ -90,11 +91,13 @@ class FSDPModule(DataParallelModule):
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """On a hybrid mesh: whether backward also adds gradients up over the replicas, or only scatters them."""
+        follow_waiting_gradients()
         for state in self._states(recurse):
             state.requires_all_reduce = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the end of the next backward waits for the reductions; if not, a later backward does."""
+        follow_waiting_gradients()
         for state in self._states():
             state.is_last_backward = is_last_backward
 

@@ -8,6 +8,7 @@ modules run is decided in `schedule`.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
@@ -497,6 +498,41 @@ class ParameterGroup:
             bucket.pending.clear()
             bucket.unreduced.clear()
 
+    def waiting_parameter(self, parameters: set[int]) -> str | None:
+        """The name of one of the parameters, given by id, whose gradient waits for a reduction; None if none does."""
+        for bucket in self.buckets:
+            for key in (*bucket.pending, *bucket.unreduced):
+                of = itertools.chain(bucket.pending.get(key, ()), *bucket.unreduced.get(key, ()))
+                for index in of:
+                    if id(key[1].stored[index]) in parameters:
+                        return self.parameters[index].name
+        return None
+
+    def forget_gradients_of(self, parameters: set[int]) -> None:
+        """Drop gradients that wait for a reduction, of stored parameters given by id."""
+        for bucket in self.buckets:
+            for key, grads in [*bucket.pending.items()]:
+                kept = {index: grad for index, grad in grads.items() if id(key[1].stored[index]) not in parameters}
+                bucket.pending |= {key: kept}
+                if not kept:
+                    del bucket.pending[key]
+            for key, flats in [*bucket.unreduced.items()]:
+                for indices in [*flats]:
+                    dropped = {index for index in indices if id(key[1].stored[index]) in parameters}
+                    if len(dropped) == len(indices):
+                        del flats[indices]
+                    elif dropped:
+                        self._zero_blocks(flats[indices], indices, dropped)
+
+    @torch.no_grad()
+    def _zero_blocks(self, flat: DTensor, indices: tuple[int, ...], of: set[int]) -> None:
+        """Zero some parameters' parts of a scattered flat buffer."""
+        layout = self._layout(indices)
+        for row, coordinates in rank_by_rank(self.data_mesh, layout, flat._local_tensor):
+            for index, block in zip(indices, layout.blocks(row, coordinates), strict=True):
+                if index in of:
+                    block.zero_()
+
     def _flattened(
         self, indices: tuple[int, ...], layout: FlatLayout, grads: list[Any], mesh: DeviceMesh | None, part: Partial
     ) -> DTensor:
@@ -523,6 +559,8 @@ class ParameterGroup:
         with torch.no_grad():
             for index, local in zip(indices, of_rows(row, rows), strict=False):
                 stored: Any = source.stored[index]
+                if not stored.requires_grad:  # no longer, as torch's own nodes ask before they accumulate
+                    continue
                 grad = dtensor_of(stored._spec, local if local.dtype is stored.dtype else local.to(stored.dtype))
                 accumulate(stored, grad)
 

@@ -20,16 +20,23 @@ from torch import nn
 
 from shardwise.compilers import not_compiled
 from shardwise.core.mesh import DeviceMesh, on_one_grid
-from shardwise.errors import MeshError
+from shardwise.errors import MeshError, UnsupportedError
 from shardwise.parallel.data_parallel.data_axes import has_all_data_axes
 from shardwise.parallel.data_parallel.gathered_params import Gathered, save_handles
-from shardwise.parallel.data_parallel.module_tree import STATE, tensors_in
+from shardwise.parallel.data_parallel.module_tree import STATE, states_under, tensors_in
 from shardwise.parallel.data_parallel.param_group import Bucket, Finish, ParameterGroup
 from shardwise.parallel.data_parallel.precision import MixedPrecisionPolicy, cast_floats
 from shardwise.tensor import DTensor
 from shardwise.torch_private import current_graph_task, functorch, queue_callback, transforms_active
 
-__all__ = ["ModuleState", "abandon_forward"]
+__all__ = [
+    "ModuleState",
+    "abandon_forward",
+    "forget_waiting_gradients",
+    "leave_forwards",
+    "refuse_waiting_gradients",
+    "running_forwards",
+]
 
 
 def in_backward() -> bool:
@@ -96,6 +103,9 @@ class Backward:
         for state in self.states:
             state.backward = None
             state.backward_over(self)
+        for state in _waiting_below(self.states):
+            self.states[state] = None
+            state.reduce_pending(self)
         for state in self.states:
             if state.is_last_backward:
                 state.finish_reductions()
@@ -168,6 +178,22 @@ def abandon_forward() -> None:
     """Discard the forwards running on this thread."""
     while _thread.frames:
         _close(_thread.frames.pop())
+
+
+def running_forwards() -> int:
+    """How many calls of wrapped modules are running on this thread."""
+    return len(_thread.frames)
+
+
+def leave_forwards(running: int) -> None:
+    """Call the hooks after forward of calls that have ended without them, until so many calls are running.
+
+    torch calls them after an `Exception`, but not after a KeyboardInterrupt.
+    """
+    frames = _thread.frames
+    while len(frames) > running:
+        frame = frames[-1]
+        frame.state.after_forward(frame.module, (), None)
 
 
 def _close(frame: Frame) -> None:
@@ -471,16 +497,33 @@ class ModuleState:
     def backward_over(self, backward: Backward) -> None:
         """Called at the end of backward: restore the state between steps."""
         if self.requires_gradient_sync:
-            for group in self.groups:
-                for bucket in group.buckets:
-                    if bucket.pending:
-                        backward.reduce(self, group, bucket)
+            self.reduce_pending(backward)
+        if self.leaves_gradients:
+            _waiting[self] = None
         self.awaits_backward = False
         self.keeps_gathered = not self.reshard_after_backward
         if self.reshard_after_backward:
             self.drop()
         else:
             self.show_stored()
+
+    @property
+    def leaves_gradients(self) -> bool:
+        """Whether a backward leaves gradients to a later one, which reduces them or waits for that."""
+        return not (self.requires_gradient_sync and self.requires_all_reduce and self.is_last_backward)
+
+    def reduce_pending(self, backward: Backward) -> None:
+        """Begin to reduce gradients that are there, of this backward and of earlier ones."""
+        for group in self.groups:
+            for bucket in group.buckets:
+                if bucket.pending:
+                    backward.reduce(self, group, bucket)
+
+    def forget_gradients_of(self, parameters: set[int]) -> None:
+        """Drop what waits of the gradients of parameters, given by id, as if it were in their `.grad`, set to None."""
+        self.finish_reductions()
+        for group in self.groups:
+            group.forget_gradients_of(parameters)
 
     def finish_reductions(self, *, give: bool = True) -> None:
         """Wait for the reductions in flight, and set the gradients."""
@@ -542,6 +585,53 @@ _SETTINGS = (
 )
 # The settings that determine which operators and collectives run.
 _GUARDED = (*_SETTINGS, "policy", "reshard_after_forward", "forward_prefetch", "backward_prefetch")
+
+
+# ---------------------------------------------------------------- gradients that wait
+
+
+# states that have left gradients to a later backward, in the order in which they did
+_waiting: weakref.WeakKeyDictionary[ModuleState, None] = weakref.WeakKeyDictionary()
+
+
+def _waiting_below(states: Iterable[ModuleState]) -> list[ModuleState]:
+    """The states that a backward has not reached, and whose gradients of earlier ones it reduces.
+
+    They belong to modules below those that the forward began with. In an order that is the same on all ranks.
+    """
+    if not _waiting:
+        return []
+    outermost = dict.fromkeys([state.run.outermost for state in states if state.run is not None])
+    found = dict.fromkeys([each for state in outermost for each in states_under(*state.modules)])
+    return [state for state in found if state in _waiting and state not in states and state.requires_gradient_sync]
+
+
+def forget_waiting_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Drop the gradients of parameters that an earlier backward has left to a later one."""
+    if _waiting:
+        found = {id(parameter) for parameter in parameters}
+        for state in [*_waiting]:
+            state.forget_gradients_of(found)
+
+
+def refuse_waiting_gradients(parameters: Iterable[torch.Tensor]) -> None:
+    """Raise if gradients of parameters wait for a reduction; wait for reductions that have begun."""
+    if not _waiting:
+        return
+    found = {id(parameter) for parameter in parameters}
+    for state in [*_waiting]:
+        state.finish_reductions()
+        for group in state.groups:
+            name = group.waiting_parameter(found)
+            if name is not None:
+                raise UnsupportedError(
+                    f"the gradient of {name} is not reduced over the ranks, and an optimizer is to step",
+                    hint="call the last backward before step() outside of no_sync(), with set_requires_gradient_sync "
+                    "and set_requires_all_reduce True; or zero_grad() to drop these gradients",
+                )
+
+
+# ---------------------------------------------------------------- which modules, which meshes
 
 
 def _ahead(chosen: list[ModuleState] | None, following: ModuleState | None) -> Iterable[ModuleState]:

@@ -167,6 +167,8 @@ class ShardedParameter:
     def register(self, tensor: torch.Tensor | None) -> None:
         """Register `tensor` as the parameter of every owner."""
         for module, name in self.owners:
+            if tensor is None and name not in module._parameters:  # a library has moved it: pruning renames it
+                continue
             module._parameters[name] = tensor  # pyright: ignore[reportArgumentType]
             if self._is_listed and name in (names := module.__dict__.get("_flat_weights_names", ())):
                 module._flat_weights[names.index(name)] = tensor  # pyright: ignore[reportArgumentType, reportIndexIssue]
