@@ -11,6 +11,7 @@ from typing_extensions import TypeIs
 
 from shardwise import modes
 from shardwise.compilers import (
+    is_node,
     never_traced,
     refuse_dry,
     single_node,
@@ -124,6 +125,8 @@ class DTensor(CompileProtocol):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if dispatch_mode_count() and is_node(DTensor, args, kwargs or _NO_KWARGS):
+            return func(*args, **(kwargs or _NO_KWARGS))  # to the tracer
         if not kwargs:
             kwargs = _NO_KWARGS
             # the most frequent signatures, without building the key argument by argument

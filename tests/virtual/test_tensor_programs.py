@@ -1,0 +1,99 @@
+"""Short programs that were once other than one device's, each beside plain torch, in float64."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import shardwise as sw
+
+R, S0, S1 = sw.Replicate(), sw.Shard(0), sw.Shard(1)
+
+
+@pytest.fixture
+def line() -> sw.DeviceMesh:
+    return sw.init_device_mesh("cpu", (3,))
+
+
+def values(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+# ---------------------------------------------------------------- views
+
+SIZES: list[Any] = [(4, 4, 4), (0, 7, 5), (5, 5, 2), (8, 0, 4), (0, 12, 0)]
+DEALT = [
+    sw.Ragged(0, (4, 4, 4, 0, 0, 0), blocks=(0, 3, 1, 4, 2, 5)),
+    sw.Ragged(0, (2, 4, 2, 0, 2, 2), (0, 3, 2, 1, 4, 5)),
+]
+
+
+@pytest.mark.parametrize("placement", [*(sw.Ragged(0, sizes) for sizes in SIZES), *DEALT, sw.Owned(1)], ids=str)
+def test_views_that_split_a_dim_of_given_sizes(placement: sw.Placement, line: sw.DeviceMesh) -> None:
+    """Ranks whose given parts are not those of any split after the view exchange them; equal parts are no exception."""
+    x = values(12)
+    for shape in ((2, 6), (6, 2), (3, 4), (4, 3), (2, 2, 3), (2, 3, 2), (1, 12), (12, 1), (2, 1, 6)):
+        given = sw.distribute_tensor(x, line, [placement]).requires_grad_()
+        viewed = given.view(shape)
+        torch.testing.assert_close(viewed.full_tensor(), x.view(shape))
+        (viewed * torch.arange(12.0, dtype=torch.float64).view(shape)).sum().backward()
+        torch.testing.assert_close(given.grad.full_tensor(), torch.arange(12.0, dtype=torch.float64))
+
+
+# ---------------------------------------------------------------- functions that torch traces
+
+LINEARIZED = {
+    "sin": lambda x, y: x.sin() * y,
+    "matmul": lambda x, y: (x @ y.t()).tanh(),
+    "softmax": lambda x, y: (x * y).softmax(0).logsumexp(1),
+    "cat": lambda x, y: torch.cat([x, y, x.cos()]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated", "ignore:Attempted to insert a get_attr Node")
+@pytest.mark.parametrize("name", LINEARIZED)
+@pytest.mark.parametrize("layouts", list(itertools.product((S0, S1, R), (S0, S1))), ids=str)
+def test_functions_linearized_and_traced(name: str, layouts: Any, line: sw.DeviceMesh) -> None:
+    """Tensors of the trace meet DTensors from outside of it: those are constants of the graph, and not the others."""
+    x, y, tangent = values(4, 5), values(4, 5).flip(0), values(4, 5).flip(1)
+    function = LINEARIZED[name]
+    expected, expected_jvp = torch.func.linearize(lambda x: function(x, y), x)
+    one, two, step = (sw.distribute_tensor(t, line, [p]) for t, p in ((x, layouts[0]), (y, layouts[1]), (tangent, S1)))
+    result, jvp = torch.func.linearize(lambda x: function(x, two), one)
+    torch.testing.assert_close(result.full_tensor(), expected)
+    torch.testing.assert_close(jvp(step).full_tensor(), expected_jvp(tangent))
+    torch.testing.assert_close(jvp(one).full_tensor(), expected_jvp(x))  # another tangent, in another layout
+    graph = make_fx(lambda x: function(x, two))(one)
+    torch.testing.assert_close(graph(step).full_tensor(), function(tangent, y))
+
+
+# ---------------------------------------------------------------- leaves made of results
+
+CONSTANT_ALONG_A_DIM = {
+    "row": lambda x: x[:1].expand(6, 5) * 2,
+    "sums": lambda x: x.sum(1, keepdim=True).expand(6, 5).exp(),
+    "number": lambda x: x.mean().expand(4, 4) + 1,
+}
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("name", CONSTANT_ALONG_A_DIM)
+def test_parameters_made_of_results_that_are_stored_once(name: str, requires_grad: bool, line: sw.DeviceMesh) -> None:
+    """A parameter shares the memory of its tensor, so writes to one are seen by the other and by its views."""
+    x = values(6, 5)
+    seen: list[list[torch.Tensor]] = []
+    for tensor in (x, sw.distribute_tensor(x, line, [S0])):
+        base = CONSTANT_ALONG_A_DIM[name](tensor)
+        row = base[0]
+        parameter = torch.nn.Parameter(base, requires_grad=requires_grad)
+        assert isinstance(parameter, torch.nn.Parameter)
+        if requires_grad:
+            parameter.square().sum().backward()
+        with torch.no_grad():
+            parameter[1:] *= 3
+        base[0, 0] = 5
+        seen.append([parameter.detach(), base, row, parameter.grad if requires_grad else parameter])
+    for expected, given in zip(*seen, strict=True):
+        torch.testing.assert_close(given.full_tensor(), expected)  # pyright: ignore[reportAttributeAccessIssue]
