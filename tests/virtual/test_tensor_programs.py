@@ -97,3 +97,51 @@ def test_parameters_made_of_results_that_are_stored_once(name: str, requires_gra
         seen.append([parameter.detach(), base, row, parameter.grad if requires_grad else parameter])
     for expected, given in zip(*seen, strict=True):
         torch.testing.assert_close(given.full_tensor(), expected)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# ---------------------------------------------------------------- writes to `data`, which torch counts separately
+
+WRITES_TO_DATA = """
+v = z[1:3]; a = v * 1; z.data.mul_(2); r = v, v * 1, z
+v = z[1:3]; a = v * 1; z.data[1] = 5; r = v, v * 1, z
+u = z.data; v = u[1:3]; a = v * 1; z.mul_(2); r = v, v * 1, z, u
+v = z[1:3]; v.data.mul_(2); r = v, z
+v = z.view(2, 10); w = z.t()[1]; v.data.mul_(2); r = v, w, z
+v = z.data[1:3]; w = z[:, 1]; v.mul_(2); r = v, w, z
+u = z.data; a = u * u; z.mul_(2); r = u * u, z * z
+u = z.data; a = z * z; u.mul_(2); r = u * u, z * z, z.sum(), u.sum()
+a = z.exp(); z.data[0, 0] = 3; r = z.exp(), z.max(), z.sum(0)
+v = z.diagonal(); z.data.zero_(); r = v,
+a, b = z.chunk(2); z.data.zero_(); r = a, b
+v = z[::2].t(); z.data.fill_(3); r = v,
+v = z[1:3]; z.detach().data.data.mul_(2); r = v,
+v = z[1:3].data; z.data.mul_(2); r = v,
+v = z[0].expand(3, 5); z.data.mul_(2); r = v,
+v = z[1:3]; r = v,; z.data.mul_(2); z.data.add_(1); a = v * 1; z.data.add_(1); r = v * 1, a
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("program", WRITES_TO_DATA)
+def test_writes_to_data_reach_copies(program: str) -> None:
+    """Views that had to be copied, and reductions that are remembered, are computed again after such a write."""
+    for shape, placements in (
+        ((3,), [S0]), ((3,), [S1]), ((3,), [sw.Zigzag(0)]), ((3,), [sw.Owned(1)]), ((3,), [sw.Partial()]),
+        ((3,), [sw.Partial("max")]), ((2, 2), [S1, sw.Partial("avg")]), ((2, 2), [sw.Owned(1), sw.Ragged(1, (4, 1))]),
+    ):  # fmt: skip
+        x, mesh = values(4, 5), sw.init_device_mesh("cpu", shape)
+        results: list[tuple[torch.Tensor, ...]] = []
+        for given in (x.clone(), sw.distribute_tensor(x, mesh, placements)):
+            names: dict[str, Any] = {"z": given}
+            exec(program, names)
+            results.append(names["r"])
+        for expected, result in zip(*results, strict=True):
+            torch.testing.assert_close(result.full_tensor(), expected)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_writes_to_data_are_not_counted_by_autograd(line: sw.DeviceMesh) -> None:
+    x = sw.distribute_tensor(values(4, 5), line, [S0]).requires_grad_()
+    loss = x.square().sum()
+    x.data.mul_(2)
+    assert x._version == 0
+    loss.backward()
+    torch.testing.assert_close(x.grad.full_tensor(), 4 * values(4, 5))  # as on one device: of what it is now

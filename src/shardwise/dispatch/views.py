@@ -19,7 +19,7 @@ from shardwise.core.tracing import is_tracing
 from shardwise.dispatch.signature import Executor, Wrapping, gathered_local
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.fabric.base import fabric_of
-from shardwise.fabric.rank_tensor import part_at, parts_of
+from shardwise.fabric.rank_tensor import part_at, parts_of, writes_as_data
 from shardwise.fabric.routes import bound_route
 from shardwise.local import laid_out_like
 from shardwise.plan.propagate import replicated
@@ -96,7 +96,17 @@ OUTSIDE = _Outside()
 
 def version_of(tensor: torch.Tensor) -> int | None:
     """The version of a tensor and its storage; None if torch does not count."""
-    return None if tensor.is_inference() else tensor._version
+    if tensor.is_inference():
+        return None
+    return tensor._version + _writes_as_data(tensor)
+
+
+def _writes_as_data(tensor: Any) -> int:
+    """How many writes to the memory that a tensor shows are not counted by its version."""
+    while isinstance(made := getattr(tensor, "_copied_view", None), CopiedView):
+        tensor = made.args[0]
+    local = getattr(tensor, "_held", None)
+    return 0 if local is None else writes_as_data(local)
 
 
 def mark_views(info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any], views: Any) -> None:

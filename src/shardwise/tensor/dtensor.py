@@ -54,7 +54,7 @@ from shardwise.tensor.laid_out import classes, wrapper_of
 from shardwise.tensor.moves import moved_to
 from shardwise.tensor.ranks import apply_function, first_rank, on_every_rank, wants_derivatives
 from shardwise.tensor.tensor_states import CopiedState, PendingState
-from shardwise.tensor.versions import with_version_of
+from shardwise.tensor.versions import counted_data, with_version_of
 from shardwise.torch_private import (
     disabled_torch_function,
     dispatch_mode_count,
@@ -205,7 +205,8 @@ class DTensor(CompileProtocol):
     @property
     def data(self) -> DTensor:
         """The same tensor, without gradients."""
-        return _DATA.__get__(self)
+        data = _DATA.__get__(self)
+        return counted_data(self, data._held, data) if data.__class__ is DTensor else data
 
     @data.setter
     def data(self, new: torch.Tensor) -> None:
@@ -647,7 +648,7 @@ class PendingDTensor(PendingState, DTensor):  # pyright: ignore[reportIncompatib
     __slots__ = ()
 
 
-class CopiedDTensor(CopiedState, DTensor):  # pyright: ignore[reportIncompatibleVariableOverride]
+class CopiedDTensor(CopiedState, DTensor):  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
     """A view that shares no memory with its base."""
 
     __slots__ = ()
