@@ -1,5 +1,6 @@
 """Short programs that were once other than one device's, each beside plain torch, in float64."""
 
+import copy
 import itertools
 from typing import Any
 
@@ -120,10 +121,19 @@ v = z[0].expand(3, 5); z.data.mul_(2); r = v,
 v = z[1:3]; r = v,; z.data.mul_(2); z.data.add_(1); a = v * 1; z.data.add_(1); r = v * 1, a
 """.strip().splitlines()
 
+OTHER_ALIASES = """
+v = z[1:3]; w = copy.copy(z); w.mul_(2); r = v, z, w
+v = z[1:3]; w = copy.copy(v); w.mul_(2); r = v, z, w
+v = z[1:3]; torch._foreach_add_([z, v], 2.0); r = v, z
+v = z[1:3]; w = z[2:]; torch._foreach_mul_([v, w, z[:, 1:]], [2.0, 3.0, 4.0]); r = v, z, w
+v = z.view(torch.int64)[1:3]; z.mul_(2); r = v, z
+v = z[1:3]; u = v.detach(); u.mul_(2); z.add_(1); r = u, v, z
+""".strip().splitlines()
 
-@pytest.mark.parametrize("program", WRITES_TO_DATA)
-def test_writes_to_data_reach_copies(program: str) -> None:
-    """Views that had to be copied, and reductions that are remembered, are computed again after such a write."""
+
+@pytest.mark.parametrize("program", [*WRITES_TO_DATA, *OTHER_ALIASES])
+def test_writes_reach_copies(program: str) -> None:
+    """Views that had to be copied, and reductions that are remembered, are computed again after a write."""
     for shape, placements in (
         ((3,), [S0]), ((3,), [S1]), ((3,), [sw.Zigzag(0)]), ((3,), [sw.Owned(1)]), ((3,), [sw.Partial()]),
         ((3,), [sw.Partial("max")]), ((2, 2), [S1, sw.Partial("avg")]), ((2, 2), [sw.Owned(1), sw.Ragged(1, (4, 1))]),
@@ -131,7 +141,7 @@ def test_writes_to_data_reach_copies(program: str) -> None:
         x, mesh = values(4, 5), sw.init_device_mesh("cpu", shape)
         results: list[tuple[torch.Tensor, ...]] = []
         for given in (x.clone(), sw.distribute_tensor(x, mesh, placements)):
-            names: dict[str, Any] = {"z": given}
+            names: dict[str, Any] = {"z": given, "copy": copy, "torch": torch}
             exec(program, names)
             results.append(names["r"])
         for expected, result in zip(*results, strict=True):
@@ -145,3 +155,18 @@ def test_writes_to_data_are_not_counted_by_autograd(line: sw.DeviceMesh) -> None
     assert x._version == 0
     loss.backward()
     torch.testing.assert_close(x.grad.full_tensor(), 4 * values(4, 5))  # as on one device: of what it is now
+
+
+@pytest.mark.parametrize("change", ["z.t_()", "z.data = y * 2", "z.set_(y)", "z.transpose_(0, 1)"])
+def test_views_of_a_tensor_that_became_another(change: str, line: sw.DeviceMesh) -> None:
+    """A view that was copied does not take the values of what its base is now; it is refused once it is out of date."""
+    x = values(5, 5)
+    z, y = (sw.distribute_tensor(t, line, [S0]) for t in (x, x + 1))
+    view = z[1:3]
+    exec(change, {"z": z, "y": y})
+    z.mul_(2)
+    with pytest.raises(sw.UnsupportedError, match="other memory or another shape"):
+        view.full_tensor()
+    with pytest.raises(sw.UnsupportedError, match="other memory or another shape"):
+        view.mul_(2)
+    torch.testing.assert_close(z[1:3].full_tensor(), z.full_tensor()[1:3])

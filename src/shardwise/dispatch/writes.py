@@ -31,7 +31,7 @@ def reshaping_in_place(signature: Signature, functional: OpOverload) -> Executor
         view = functional(before, *args[1:], **kwargs)
         with DisableTorchDispatch():  # the wrapper's own sizes and strides
             op(*args, **kwargs)
-        args[0]._local_tensor, args[0]._spec = view._local_tensor, view._spec
+        args[0]._local_tensor, args[0]._spec, args[0]._memory = view._local_tensor, view._spec, None
         args[0]._mark_copied(view._copied_view)
         return args[0]
 
@@ -51,7 +51,8 @@ def sharing_memory(wrapping: Wrapping, op: OpOverload) -> Executor:
         with DisableTorchDispatch():  # the wrapper's own sizes and strides
             op(target, source)
         vars(target).pop("_flight", None)
-        target._reduction, target._local_tensor, target._spec = None, source._local_tensor, source._spec
+        target._reduction, target._memory = None, None
+        target._local_tensor, target._spec = source._local_tensor, source._spec
         target._mark_copied(source._copied_view)
         return target
 

@@ -222,7 +222,7 @@ class DTensor(CompileProtocol):
         _DATA.__set__(self, new)
         self._mark_copied(None)
         vars(self).pop("_flight", None)
-        self._reduction, self._local_tensor, self._spec = None, new._local_tensor, new._spec
+        self._reduction, self._memory, self._local_tensor, self._spec = None, None, new._local_tensor, new._spec
 
     # ---------------------------------------------------------------- to and from locals
 
@@ -477,7 +477,10 @@ class DTensor(CompileProtocol):
         return {name: value for name, value in self.__dict__.items() if name not in REMEMBERED}
 
     def __copy__(self) -> DTensor:
-        return _rebuild(self._local_tensor, self._spec, self.requires_grad, self._kept_attributes())
+        made = self.data.requires_grad_(self.requires_grad)
+        for name, value in self._kept_attributes().items():
+            setattr(made, name, value)
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if not self.is_leaf:
@@ -540,7 +543,7 @@ intercepted = {
     name: Interception(DTensor, name)
     for name in ("__torch_dispatch__", "redistribute", "full_tensor", "to_local", "from_local")
 }
-REMEMBERED = ("_copied_view", "_reduction", "_flight")  # attributes that copies do not get
+REMEMBERED = ("_copied_view", "_reduction", "_flight", "_memory")  # attributes that copies do not get
 MAX_SPECS = 4096
 _targets: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)  # of calls of `redistribute`
 
