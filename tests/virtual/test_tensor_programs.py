@@ -170,3 +170,25 @@ def test_views_of_a_tensor_that_became_another(change: str, line: sw.DeviceMesh)
     with pytest.raises(sw.UnsupportedError, match="other memory or another shape"):
         view.mul_(2)
     torch.testing.assert_close(z[1:3].full_tensor(), z.full_tensor()[1:3])
+
+
+# ---------------------------------------------------------------- dtypes
+
+
+@pytest.mark.parametrize("operator", ["add_", "mul_", "sub_"])
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.complex128), (torch.int64, torch.float64)], ids=str)
+def test_results_that_a_tensor_cannot_hold(dtypes: Any, operator: str, line: sw.DeviceMesh) -> None:
+    """What torch refuses in place is refused in every layout, and nothing is written."""
+    x, y = (torch.arange(20).view(4, 5).to(dtype) for dtype in dtypes)
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        getattr(x.clone(), operator)(y)
+    other = sw.distribute_tensor(y, line, [S1])
+    row = sw.distribute_tensor(x[:1], line, [R])
+    for given in (
+        *(sw.distribute_tensor(x, line, [p]) for p in (S0, R, sw.Partial(), sw.Partial("max"))),
+        row.expand(4, 5) * 1,
+    ):
+        before = given.full_tensor().clone()
+        with pytest.raises(RuntimeError, match="can't be cast|Promotion"):
+            getattr(given, operator)(other)
+        assert torch.equal(given.full_tensor(), before)

@@ -477,7 +477,7 @@ class DTensor(CompileProtocol):
         return {name: value for name, value in self.__dict__.items() if name not in REMEMBERED}
 
     def __copy__(self) -> DTensor:
-        made = self.data.requires_grad_(self.requires_grad)
+        made: Any = self.data.requires_grad_(self.requires_grad)
         for name, value in self._kept_attributes().items():
             setattr(made, name, value)
         return made
