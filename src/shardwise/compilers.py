@@ -10,7 +10,7 @@ import gc
 import hashlib
 import importlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -19,17 +19,19 @@ import torch
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.opaque import why_not_constant
 from shardwise.core.spec import DTensorSpec
+from shardwise.core.symbolic import unrecorded
 from shardwise.core.tracing import is_dynamo_compiling, proxy_mode
 from shardwise.errors import UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.plan.cost import current_cost_model
 from shardwise.rules.registry import USERS_RULES
-from shardwise.torch_private import dynamo_frames
+from shardwise.torch_private import dynamo_frames, track_constant, tree_leaves
 
 __all__ = [
     "COMPILER",
     "decided_by",
     "declare_to_compiler",
+    "is_node",
     "mixes_strides",
     "never_traced",
     "not_compiled",
@@ -179,6 +181,27 @@ def refuse_named(tensor: torch.Tensor, spec: DTensorSpec) -> None:
             f"make_fx was given the DTensor {spec} as an input: its local would become a constant of the graph",
             hint="trace with shardwise.debug.make_fx, or make the DTensor inside, by from_local",
         )
+
+
+def is_node(tensor_class: type[torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call is one node of the graph that is traced, because a DTensor among its operands is a node.
+
+    It is where torch traces a function of DTensors as one of tensors (make_fx, `torch.func.linearize`). Its tracer
+    leaves a call to the class of a tensor that it does not know: a DTensor from outside of the function. That becomes a
+    constant of the graph here, as a plain tensor does, so that the tracer records the call.
+    """
+    mode = proxy_mode()
+    if mode is None:
+        return False
+    tracer = mode.tracer
+    operands = [leaf for leaf in tree_leaves((args, dict(kwargs))) if isinstance(leaf, tensor_class)]
+    unknown = [operand for operand in operands if operand not in tracer.tensor_tracker]
+    if not unknown or len(unknown) == len(operands):
+        return False
+    with unrecorded():
+        for operand in unknown:
+            track_constant(operand, tracer)
+    return True
 
 
 def not_compiled(function: AnyFunction) -> AnyFunction:

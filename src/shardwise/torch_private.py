@@ -103,6 +103,7 @@ __all__ = [
     "set_key_excluded",
     "temporarily_clear_interpreter_stack",
     "thread_object",
+    "track_constant",
     "transforms_active",
     "tree_flatten",
     "tree_leaves",
@@ -193,6 +194,13 @@ def current_raw_stream(device: int) -> int:
 def dynamo_frames() -> Any:
     """Dynamo's frame evaluation, which marks functions that are never compiled. AttributeError where torch moved it."""
     return _C._dynamo.eval_frame
+
+
+def track_constant(tensor: torch.Tensor, tracer: Any) -> None:
+    """Make a tensor a constant of the graph that make_fx records: of tensors of a subclass it does not by itself."""
+    from torch.fx.experimental.proxy_tensor import track_tensor_tree
+
+    track_tensor_tree(tensor, torch.fx.Proxy(tracer.create_arg(tensor), tracer), constant=None, tracer=tracer)
 
 
 def guard_managers() -> tuple[Any, Any]:

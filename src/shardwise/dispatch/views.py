@@ -7,7 +7,7 @@ recomputed at its next use.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from shardwise.core.tracing import is_tracing
 from shardwise.dispatch.signature import Executor, Wrapping, gathered_local
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.fabric.base import fabric_of
-from shardwise.fabric.rank_tensor import part_at, parts_of
+from shardwise.fabric.rank_tensor import part_at, parts_of, writes_as_data
 from shardwise.fabric.routes import bound_route
 from shardwise.local import laid_out_like
 from shardwise.plan.propagate import replicated
@@ -47,6 +47,7 @@ PHYSICAL = {
     torch.ops.aten._conj.default: torch.ops.aten.conj_physical.default,
     torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
 }
+DETACH = torch.ops.aten.detach.default
 OVERLAPPING = {torch.ops.aten.unfold.default}  # views that may show an element several times
 # Views of some rows of a dim, and the operators that put rows back into a tensor.
 PUTTING_ROWS = {
@@ -63,6 +64,7 @@ class CopiedView:
     """How a copied view was computed: the operator, its arguments, and the index of the result.
 
     `version` is that of the base when the view was made: a later one means that the base has been written to since.
+    `memory` identifies what the base was then: `x.data = y`, `set_`, `t_` and `swap_tensors` make another tensor of it.
     """
 
     op: OpOverload
@@ -70,6 +72,7 @@ class CopiedView:
     kwargs: Mapping[str, Any]
     item: int | None
     version: int | None
+    memory: object
 
     @property
     def is_stale(self) -> bool:
@@ -79,10 +82,21 @@ class CopiedView:
 
     def again(self) -> Any:
         """The view, computed again from its base."""
+        self.check_base()
         self.version = version_of(self.args[0])
         with torch.no_grad():
             views = self.op(*self.args, **self.kwargs)
         return views if self.item is None else views[self.item]
+
+    def check_base(self) -> None:
+        """Refuse to use a base that has other memory or another shape than when the view was made."""
+        base = self.args[0]
+        if base._memory is not self.memory:
+            raise UnsupportedError(
+                f"a view by {self.op.name()} is used after a write, but its base has been given other memory or "
+                f"another shape since: it is {base._spec} now. The view is a copy, because its base is sharded",
+                hint="take the view again, or clone() it before `base.data = ...`, `set_`, `swap_tensors` or `t_`",
+            )
 
 
 class _Outside:
@@ -96,17 +110,33 @@ OUTSIDE = _Outside()
 
 def version_of(tensor: torch.Tensor) -> int | None:
     """The version of a tensor and its storage; None if torch does not count."""
-    return None if tensor.is_inference() else tensor._version
+    if tensor.is_inference():
+        return None
+    return tensor._version + _writes_as_data(tensor)
+
+
+def _writes_as_data(tensor: Any) -> int:
+    """How many writes to the memory that a tensor shows are not counted by its version."""
+    while isinstance(made := getattr(tensor, "_copied_view", None), CopiedView):
+        tensor = made.args[0]
+    local = getattr(tensor, "_held", None)
+    return 0 if local is None else writes_as_data(local)
 
 
 def mark_views(info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any], views: Any) -> None:
     """Mark views that had to be copied, so that writes to them or to their base are not lost."""
-    version = version_of(args[0])
+    base = args[0]
+    if info.op is DETACH and isinstance(base._copied_view, CopiedView):  # of the same base: torch detaches some views
+        views._mark_copied(replace(base._copied_view))
+        return
+    if base._memory is None:
+        base._memory = object()
+    version = version_of(base)
     if isinstance(views, tuple | list):
         for item, view in enumerate(views):
-            view._mark_copied(CopiedView(info.op, args, kwargs, item, version))
-    elif views is not args[0]:  # which a decomposition may give back
-        views._mark_copied(CopiedView(info.op, args, kwargs, None, version))
+            view._mark_copied(CopiedView(info.op, args, kwargs, item, version, base._memory))
+    elif views is not base:  # which a decomposition may give back
+        views._mark_copied(CopiedView(info.op, args, kwargs, None, version, base._memory))
 
 
 def copied_view(info: OpInfo, run: Executor) -> Executor:
@@ -153,6 +183,14 @@ def _pushed_back(wrapping: Wrapping, run: Executor, info: OpInfo) -> Executor:
     """Propagate a write to a copied view to its base."""
 
     def run_and_push(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        for tensor in _written(info, args, kwargs):
+            if isinstance(made := getattr(tensor, "_copied_view", None), CopiedView):
+                made.check_base()
+        if (several := _count_in_lists(info, args, kwargs)) > 1:
+            for item in range(several):
+                info.op(*[_only(value, item, several) for value in args],
+                        **{name: _only(value, item, several) for name, value in kwargs.items()})  # fmt: skip
+            return None
         result = run(args, kwargs)
         for name in info.writes:
             index = info.names.index(name)
@@ -165,6 +203,27 @@ def _pushed_back(wrapping: Wrapping, run: Executor, info: OpInfo) -> Executor:
         return result
 
     return run_and_push
+
+
+def _written(info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
+    """The tensors that a call writes to, those of lists too."""
+    found: list[Any] = []
+    for name in info.writes:
+        index = info.names.index(name)
+        value = args[index] if index < len(args) else kwargs.get(name)
+        found += value if isinstance(value, list | tuple) else [value]
+    return found
+
+
+def _count_in_lists(info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+    """How many tensors a call on lists writes to, if one is a copied view: the others may show the same elements."""
+    if not isinstance(args[0], list | tuple) or info.names[0] not in info.writes:
+        return 0
+    return len(args[0]) if any(getattr(t, "_copied_view", None) is not None for t in args[0]) else 0
+
+
+def _only(value: Any, item: int, several: int) -> Any:
+    return [value[item]] if isinstance(value, list | tuple) and len(value) == several else value
 
 
 def _count_writes(wrapping: Wrapping, written: Sequence[Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ def reshaping_in_place(signature: Signature, functional: OpOverload) -> Executor
         view = functional(before, *args[1:], **kwargs)
         with DisableTorchDispatch():  # the wrapper's own sizes and strides
             op(*args, **kwargs)
-        args[0]._local_tensor, args[0]._spec = view._local_tensor, view._spec
+        args[0]._local_tensor, args[0]._spec, args[0]._memory = view._local_tensor, view._spec, None
         args[0]._mark_copied(view._copied_view)
         return args[0]
 
@@ -51,7 +51,8 @@ def sharing_memory(wrapping: Wrapping, op: OpOverload) -> Executor:
         with DisableTorchDispatch():  # the wrapper's own sizes and strides
             op(target, source)
         vars(target).pop("_flight", None)
-        target._reduction, target._local_tensor, target._spec = None, source._local_tensor, source._spec
+        target._reduction, target._memory = None, None
+        target._local_tensor, target._spec = source._local_tensor, source._spec
         target._mark_copied(source._copied_view)
         return target
 
@@ -79,10 +80,21 @@ def replacing_locals(signature: Signature) -> Executor:
             return info.op(*args, **kwargs)
         with modes.decomposing(info.op):
             result = functional(**info.bind(args, kwargs))
+        _refuse_cast(targets, [result])
         replace_local(targets[0], result)
         return targets[0]
 
     return replace_locals
+
+
+def _refuse_cast(targets: Sequence[Any], results: Sequence[Any]) -> None:
+    """Refuse what torch refuses of an operator in place: complex results in real tensors, floats in integer ones."""
+    for target, result in zip(targets, results, strict=True):
+        if not torch.can_cast(result.dtype, target.dtype):
+            raise UnsupportedError(
+                f"result type {result.dtype} can't be cast to the desired output type {target.dtype}",
+                hint="write x = x + y instead of x += y, or convert the other operand first",
+            )
 
 
 def through_copies(signature: Signature) -> Executor:
@@ -125,8 +137,10 @@ def through_functional(signature: Signature, op: OpOverload) -> Executor:
         # all by name: the two forms of an operator need not have the same defaults
         kept = {name: value for name, value in info.bind(args, kwargs).items() if name not in info.outs}
         with modes.decomposing(info.op):  # plain tensors among the arguments have been accepted
-            results = op(**kept)
-        for target, result in zip(given, results if isinstance(results, tuple) else (results,), strict=True):
+            made = op(**kept)
+        results = made if isinstance(made, tuple) else (made,)
+        _refuse_cast(given, results)
+        for target, result in zip(given, results, strict=True):
             write(wrapping, info, target, result)
         return with_written(wrapping, info, args, kwargs, (None,) * len(info.returns), None, mesh)
 

@@ -35,8 +35,9 @@ from shardwise.torch_private import (
 )
 
 __all__ = [
-    "RankTensor", "UnevenDual", "check_replicas", "is_even", "is_of_ranks", "is_tensor", "map_parts", "of_rows",
-    "part_at", "parts_of", "rank_results", "results_alike", "run_on_each", "run_rows", "writes_to", "written_leaves",
+    "RankTensor", "UnevenDual", "check_replicas", "counters_of_data", "is_even", "is_of_ranks", "is_tensor",
+    "map_parts", "of_rows", "part_at", "parts_of", "rank_results", "results_alike", "run_on_each", "run_rows",
+    "writes_as_data", "writes_to", "written_leaves",
 ]  # fmt: skip
 
 
@@ -225,9 +226,43 @@ def of_rows(like: torch.Tensor, rows: Sequence[Sequence[torch.Tensor]]) -> Seque
     return rows[0] if rows else ()
 
 
+_COUNTERS = "_shardwise_counters"  # an attribute of storages
+
+
+def writes_as_data(local: torch.Tensor) -> int:
+    """How many times the memory of a local was written to since it was first read as `data`, as far as counters tell.
+
+    torch gives `x.data` a counter of its own, so that of `x` does not count writes to it, nor the other way round.
+    """
+    if not _data_was_read:
+        return 0
+    for part in parts_of(local):
+        counters = getattr(part.untyped_storage(), _COUNTERS, None)
+        if counters is not None:
+            return sum([counter._version for counter in counters])
+    return 0
+
+
+_data_was_read: list[bool] = []  # not empty: some program has read the data of a DTensor
+
+
+def counters_of_data(local: torch.Tensor, make: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
+    """Tensors that have the version counters of all writes to the memory of a local; made when first asked for."""
+    storages = [part.untyped_storage() for part in parts_of(local)]
+    for storage in storages:
+        counters = getattr(storage, _COUNTERS, None)
+        if counters is not None:
+            return counters
+    counters = make()
+    for storage in storages:
+        setattr(storage, _COUNTERS, counters)
+    _data_was_read[:] = [True]
+    return counters
+
+
 def writes_to(local: torch.Tensor) -> int | None:
     """How many times a local was written to; None if torch does not count."""
-    count = 0
+    count = writes_as_data(local)
     for tensor in (local, *local.tensors) if isinstance(local, RankTensor) else (local,):
         if tensor.is_inference():
             return None

@@ -244,13 +244,16 @@ def regroup(spec: DTensorSpec, after: Sequence[int]) -> tuple[Splits, Splits]:
 
 
 def _with_rows(spec: DTensorSpec, axis: int, dim: int, rows: int, size: int) -> Placement:
-    """The split of an axis on a dim of the result, which has this size."""
+    """The split of an axis on a dim of this size: of the result, or of the operand as the view needs it.
+
+    One row is a split as given (`Ragged`, `Owned`) where the axis has one; several rows are an even split of each.
+    """
     placement = spec.placements[axis]
     if isinstance(placement, Zigzag):
         return Zigzag(dim, placement.blocks, rows or 1)
-    if rows and isinstance(placement, Ragged):
+    if rows == 1 and isinstance(placement, Ragged):
         return Ragged(dim, [part * size // spec.shape[placement.dim] for part in placement.sizes], placement.blocks)
-    if rows and isinstance(placement, Owned):
+    if rows == 1 and isinstance(placement, Owned):
         return placement.on_dim(dim)
     return StridedShard(dim, rows) if rows else Shard(dim)
 

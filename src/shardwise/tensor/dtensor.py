@@ -12,6 +12,7 @@ from typing_extensions import TypeIs
 from shardwise import modes
 from shardwise.compilers import (
     declare_to_compiler,
+    is_node,
     never_traced,
     refuse_dry,
     single_node,
@@ -53,7 +54,7 @@ from shardwise.tensor.laid_out import classes, wrapper_of
 from shardwise.tensor.moves import moved_to
 from shardwise.tensor.ranks import apply_function, first_rank, on_every_rank, wants_derivatives
 from shardwise.tensor.tensor_states import CopiedState, PendingState
-from shardwise.tensor.versions import with_version_of
+from shardwise.tensor.versions import counted_data, with_version_of
 from shardwise.torch_private import (
     disabled_torch_function,
     dispatch_mode_count,
@@ -124,6 +125,8 @@ class DTensor(CompileProtocol):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if dispatch_mode_count() and is_node(DTensor, args, kwargs or _NO_KWARGS):
+            return func(*args, **(kwargs or _NO_KWARGS))  # to the tracer
         if not kwargs:
             kwargs = _NO_KWARGS
             # the most frequent signatures, without building the key argument by argument
@@ -202,7 +205,8 @@ class DTensor(CompileProtocol):
     @property
     def data(self) -> DTensor:
         """The same tensor, without gradients."""
-        return _DATA.__get__(self)
+        data = _DATA.__get__(self)
+        return counted_data(self, data._held, data) if data.__class__ is DTensor else data
 
     @data.setter
     def data(self, new: torch.Tensor) -> None:
@@ -218,7 +222,7 @@ class DTensor(CompileProtocol):
         _DATA.__set__(self, new)
         self._mark_copied(None)
         vars(self).pop("_flight", None)
-        self._reduction, self._local_tensor, self._spec = None, new._local_tensor, new._spec
+        self._reduction, self._memory, self._local_tensor, self._spec = None, None, new._local_tensor, new._spec
 
     # ---------------------------------------------------------------- to and from locals
 
@@ -473,7 +477,10 @@ class DTensor(CompileProtocol):
         return {name: value for name, value in self.__dict__.items() if name not in REMEMBERED}
 
     def __copy__(self) -> DTensor:
-        return _rebuild(self._local_tensor, self._spec, self.requires_grad, self._kept_attributes())
+        made: Any = self.data.requires_grad_(self.requires_grad)
+        for name, value in self._kept_attributes().items():
+            setattr(made, name, value)
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
         if not self.is_leaf:
@@ -536,7 +543,7 @@ intercepted = {
     name: Interception(DTensor, name)
     for name in ("__torch_dispatch__", "redistribute", "full_tensor", "to_local", "from_local")
 }
-REMEMBERED = ("_copied_view", "_reduction", "_flight")  # attributes that copies do not get
+REMEMBERED = ("_copied_view", "_reduction", "_flight", "_memory")  # attributes that copies do not get
 MAX_SPECS = 4096
 _targets: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)  # of calls of `redistribute`
 
@@ -644,7 +651,7 @@ class PendingDTensor(PendingState, DTensor):  # pyright: ignore[reportIncompatib
     __slots__ = ()
 
 
-class CopiedDTensor(CopiedState, DTensor):  # pyright: ignore[reportIncompatibleVariableOverride]
+class CopiedDTensor(CopiedState, DTensor):  # pyright: ignore[reportIncompatibleVariableOverride, reportIncompatibleMethodOverride]
     """A view that shares no memory with its base."""
 
     __slots__ = ()

@@ -27,6 +27,7 @@ class LaidOutTensor(torch.Tensor):
     _laid_out_over_ranks = True  # so that operators on it and locals of virtual ranks are dispatched to it
     _copied_view: Any = None  # how it was made, if it is a view that shares no memory with its base
     _reduction: Any = None  # the reduced tensor, if it is Partial and has been reduced
+    _memory: Any = None  # identifies its memory and shape for copied views of it; None where there are none
 
     @property
     def _held(self) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 
 from shardwise.core.spec import DTensorSpec
 from shardwise.core.tracing import is_tracing
-from shardwise.dispatch.views import OUTSIDE
+from shardwise.dispatch.views import OUTSIDE, materialize
 from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.traced_collectives import recording
 from shardwise.local import in_order_of
@@ -20,6 +20,8 @@ from shardwise.tensor.laid_out import LOCAL, SPEC, LaidOutTensor, classes
 from shardwise.torch_private import make_wrapper_subclass, tree_leaves
 
 __all__ = ["CopiedState", "PendingState", "pending"]
+
+DETACH = torch.ops.aten.detach.default
 
 
 class Flight(NamedTuple):
@@ -101,6 +103,23 @@ class CopiedState(LaidOutTensor):
                 spec = spec.materialized()
                 SPEC.__set__(self, spec)
             LOCAL.__set__(self, local if again._spec is spec else bound_route(again._spec, spec).run(local))
+
+    def requires_grad_(self, requires_grad: bool = True) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """As `torch.Tensor.requires_grad_`. A leaf detached from a lazy tensor (`nn.Parameter`) shares memory with it.
+
+        So both store every element from now on, and the leaf is an ordinary DTensor.
+        """
+        super().requires_grad_(requires_grad)
+        made = self._copied_view
+        if made.op is DETACH and made.args[0].__class__ is classes.ordinary and not is_tracing():
+            if made.args[0]._spec.is_lazy:
+                materialize(made.args[0])
+            again = made.again()
+            if again.__class__ is classes.ordinary:
+                LOCAL.__set__(self, again._held)
+                SPEC.__set__(self, again._spec)
+                self._mark_copied(None)
+        return self
 
     @staticmethod
     def __tensor_unflatten__(

@@ -11,10 +11,16 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.core.tracing import is_tracing
-from shardwise.torch_private import TorchDispatchMode, pop_raw_dispatch_mode, push_raw_dispatch_mode
+from shardwise.fabric.rank_tensor import counters_of_data
+from shardwise.torch_private import (
+    TorchDispatchMode,
+    pop_raw_dispatch_mode,
+    push_raw_dispatch_mode,
+    without_dispatch_modes,
+)
 from shardwise.transforms import transforming
 
-__all__ = ["with_version_of"]
+__all__ = ["counted_data", "with_version_of"]
 
 AnyTensor = TypeVar("AnyTensor", bound=torch.Tensor)
 
@@ -49,3 +55,19 @@ def with_version_of(source: torch.Tensor, made: AnyTensor) -> AnyTensor:
         return source.detach()  # pyright: ignore[reportReturnType]
     finally:
         pop_raw_dispatch_mode(None)
+
+
+def counted_data(tensor: torch.Tensor, local: torch.Tensor, data: AnyTensor) -> AnyTensor:
+    """`data`, which is `tensor.data` and has no other references, with a counter that copies of the memory look at.
+
+    As on one device it is not the counter of `tensor`: autograd does not see such writes. But views that had to be
+    copied, and the reduction of a Partial, are computed again after them. All `data` of one memory share one counter.
+    """
+    if transforming() or is_tracing() or tensor.is_inference() or data.is_inference():
+        return data
+
+    def counters() -> tuple[torch.Tensor, ...]:
+        with without_dispatch_modes():
+            return with_version_of(tensor, torch.empty(0)), torch.empty(0)
+
+    return with_version_of(counters_of_data(local, counters)[1], data)

@@ -1,0 +1,194 @@
+"""Short programs that were once other than one device's, each beside plain torch, in float64."""
+
+import copy
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import shardwise as sw
+
+R, S0, S1 = sw.Replicate(), sw.Shard(0), sw.Shard(1)
+
+
+@pytest.fixture
+def line() -> sw.DeviceMesh:
+    return sw.init_device_mesh("cpu", (3,))
+
+
+def values(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+# ---------------------------------------------------------------- views
+
+SIZES: list[Any] = [(4, 4, 4), (0, 7, 5), (5, 5, 2), (8, 0, 4), (0, 12, 0)]
+DEALT = [
+    sw.Ragged(0, (4, 4, 4, 0, 0, 0), blocks=(0, 3, 1, 4, 2, 5)),
+    sw.Ragged(0, (2, 4, 2, 0, 2, 2), (0, 3, 2, 1, 4, 5)),
+]
+
+
+@pytest.mark.parametrize("placement", [*(sw.Ragged(0, sizes) for sizes in SIZES), *DEALT, sw.Owned(1)], ids=str)
+def test_views_that_split_a_dim_of_given_sizes(placement: sw.Placement, line: sw.DeviceMesh) -> None:
+    """Ranks whose given parts are not those of any split after the view exchange them; equal parts are no exception."""
+    x = values(12)
+    for shape in ((2, 6), (6, 2), (3, 4), (4, 3), (2, 2, 3), (2, 3, 2), (1, 12), (12, 1), (2, 1, 6)):
+        given = sw.distribute_tensor(x, line, [placement]).requires_grad_()
+        viewed = given.view(shape)
+        torch.testing.assert_close(viewed.full_tensor(), x.view(shape))
+        (viewed * torch.arange(12.0, dtype=torch.float64).view(shape)).sum().backward()
+        torch.testing.assert_close(given.grad.full_tensor(), torch.arange(12.0, dtype=torch.float64))
+
+
+# ---------------------------------------------------------------- functions that torch traces
+
+LINEARIZED = {
+    "sin": lambda x, y: x.sin() * y,
+    "matmul": lambda x, y: (x @ y.t()).tanh(),
+    "softmax": lambda x, y: (x * y).softmax(0).logsumexp(1),
+    "cat": lambda x, y: torch.cat([x, y, x.cos()]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated", "ignore:Attempted to insert a get_attr Node")
+@pytest.mark.parametrize("name", LINEARIZED)
+@pytest.mark.parametrize("layouts", list(itertools.product((S0, S1, R), (S0, S1))), ids=str)
+def test_functions_linearized_and_traced(name: str, layouts: Any, line: sw.DeviceMesh) -> None:
+    """Tensors of the trace meet DTensors from outside of it: those are constants of the graph, and not the others."""
+    x, y, tangent = values(4, 5), values(4, 5).flip(0), values(4, 5).flip(1)
+    function = LINEARIZED[name]
+    expected, expected_jvp = torch.func.linearize(lambda x: function(x, y), x)
+    one, two, step = (sw.distribute_tensor(t, line, [p]) for t, p in ((x, layouts[0]), (y, layouts[1]), (tangent, S1)))
+    result, jvp = torch.func.linearize(lambda x: function(x, two), one)
+    torch.testing.assert_close(result.full_tensor(), expected)
+    torch.testing.assert_close(jvp(step).full_tensor(), expected_jvp(tangent))
+    torch.testing.assert_close(jvp(one).full_tensor(), expected_jvp(x))  # another tangent, in another layout
+    graph = make_fx(lambda x: function(x, two))(one)
+    torch.testing.assert_close(graph(step).full_tensor(), function(tangent, y))
+
+
+# ---------------------------------------------------------------- leaves made of results
+
+CONSTANT_ALONG_A_DIM = {
+    "row": lambda x: x[:1].expand(6, 5) * 2,
+    "sums": lambda x: x.sum(1, keepdim=True).expand(6, 5).exp(),
+    "number": lambda x: x.mean().expand(4, 4) + 1,
+}
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("name", CONSTANT_ALONG_A_DIM)
+def test_parameters_made_of_results_that_are_stored_once(name: str, requires_grad: bool, line: sw.DeviceMesh) -> None:
+    """A parameter shares the memory of its tensor, so writes to one are seen by the other and by its views."""
+    x = values(6, 5)
+    seen: list[list[torch.Tensor]] = []
+    for tensor in (x, sw.distribute_tensor(x, line, [S0])):
+        base = CONSTANT_ALONG_A_DIM[name](tensor)
+        row = base[0]
+        parameter = torch.nn.Parameter(base, requires_grad=requires_grad)
+        assert isinstance(parameter, torch.nn.Parameter)
+        if requires_grad:
+            parameter.square().sum().backward()
+        with torch.no_grad():
+            parameter[1:] *= 3
+        base[0, 0] = 5
+        seen.append([parameter.detach(), base, row, parameter.grad if requires_grad else parameter])
+    for expected, given in zip(*seen, strict=True):
+        torch.testing.assert_close(given.full_tensor(), expected)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# ---------------------------------------------------------------- writes to `data`, which torch counts separately
+
+WRITES_TO_DATA = """
+v = z[1:3]; a = v * 1; z.data.mul_(2); r = v, v * 1, z
+v = z[1:3]; a = v * 1; z.data[1] = 5; r = v, v * 1, z
+u = z.data; v = u[1:3]; a = v * 1; z.mul_(2); r = v, v * 1, z, u
+v = z[1:3]; v.data.mul_(2); r = v, z
+v = z.view(2, 10); w = z.t()[1]; v.data.mul_(2); r = v, w, z
+v = z.data[1:3]; w = z[:, 1]; v.mul_(2); r = v, w, z
+u = z.data; a = u * u; z.mul_(2); r = u * u, z * z
+u = z.data; a = z * z; u.mul_(2); r = u * u, z * z, z.sum(), u.sum()
+a = z.exp(); z.data[0, 0] = 3; r = z.exp(), z.max(), z.sum(0)
+v = z.diagonal(); z.data.zero_(); r = v,
+a, b = z.chunk(2); z.data.zero_(); r = a, b
+v = z[::2].t(); z.data.fill_(3); r = v,
+v = z[1:3]; z.detach().data.data.mul_(2); r = v,
+v = z[1:3].data; z.data.mul_(2); r = v,
+v = z[0].expand(3, 5); z.data.mul_(2); r = v,
+v = z[1:3]; r = v,; z.data.mul_(2); z.data.add_(1); a = v * 1; z.data.add_(1); r = v * 1, a
+""".strip().splitlines()
+
+OTHER_ALIASES = """
+v = z[1:3]; w = copy.copy(z); w.mul_(2); r = v, z, w
+v = z[1:3]; w = copy.copy(v); w.mul_(2); r = v, z, w
+v = z[1:3]; torch._foreach_add_([z, v], 2.0); r = v, z
+v = z[1:3]; w = z[2:]; torch._foreach_mul_([v, w, z[:, 1:]], [2.0, 3.0, 4.0]); r = v, z, w
+v = z.view(torch.int64)[1:3]; z.mul_(2); r = v, z
+v = z[1:3]; u = v.detach(); u.mul_(2); z.add_(1); r = u, v, z
+""".strip().splitlines()
+
+
+@pytest.mark.parametrize("program", [*WRITES_TO_DATA, *OTHER_ALIASES])
+def test_writes_reach_copies(program: str) -> None:
+    """Views that had to be copied, and reductions that are remembered, are computed again after a write."""
+    for shape, placements in (
+        ((3,), [S0]), ((3,), [S1]), ((3,), [sw.Zigzag(0)]), ((3,), [sw.Owned(1)]), ((3,), [sw.Partial()]),
+        ((3,), [sw.Partial("max")]), ((2, 2), [S1, sw.Partial("avg")]), ((2, 2), [sw.Owned(1), sw.Ragged(1, (4, 1))]),
+    ):  # fmt: skip
+        x, mesh = values(4, 5), sw.init_device_mesh("cpu", shape)
+        results: list[tuple[torch.Tensor, ...]] = []
+        for given in (x.clone(), sw.distribute_tensor(x, mesh, placements)):
+            names: dict[str, Any] = {"z": given, "copy": copy, "torch": torch}
+            exec(program, names)
+            results.append(names["r"])
+        for expected, result in zip(*results, strict=True):
+            torch.testing.assert_close(result.full_tensor(), expected)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_writes_to_data_are_not_counted_by_autograd(line: sw.DeviceMesh) -> None:
+    x = sw.distribute_tensor(values(4, 5), line, [S0]).requires_grad_()
+    loss = x.square().sum()
+    x.data.mul_(2)
+    assert x._version == 0
+    loss.backward()
+    torch.testing.assert_close(x.grad.full_tensor(), 4 * values(4, 5))  # as on one device: of what it is now
+
+
+@pytest.mark.parametrize("change", ["z.t_()", "z.data = y * 2", "z.set_(y)", "z.transpose_(0, 1)"])
+def test_views_of_a_tensor_that_became_another(change: str, line: sw.DeviceMesh) -> None:
+    """A view that was copied does not take the values of what its base is now; it is refused once it is out of date."""
+    x = values(5, 5)
+    z, y = (sw.distribute_tensor(t, line, [S0]) for t in (x, x + 1))
+    view = z[1:3]
+    exec(change, {"z": z, "y": y})
+    z.mul_(2)
+    with pytest.raises(sw.UnsupportedError, match="other memory or another shape"):
+        view.full_tensor()
+    with pytest.raises(sw.UnsupportedError, match="other memory or another shape"):
+        view.mul_(2)
+    torch.testing.assert_close(z[1:3].full_tensor(), z.full_tensor()[1:3])
+
+
+# ---------------------------------------------------------------- dtypes
+
+
+@pytest.mark.parametrize("operator", ["add_", "mul_", "sub_"])
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.complex128), (torch.int64, torch.float64)], ids=str)
+def test_results_that_a_tensor_cannot_hold(dtypes: Any, operator: str, line: sw.DeviceMesh) -> None:
+    """What torch refuses in place is refused in every layout, and nothing is written."""
+    x, y = (torch.arange(20).view(4, 5).to(dtype) for dtype in dtypes)
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        getattr(x.clone(), operator)(y)
+    other = sw.distribute_tensor(y, line, [S1])
+    row = sw.distribute_tensor(x[:1], line, [R])
+    for given in (
+        *(sw.distribute_tensor(x, line, [p]) for p in (S0, R, sw.Partial(), sw.Partial("max"))),
+        row.expand(4, 5) * 1,
+    ):
+        before = given.full_tensor().clone()
+        with pytest.raises(RuntimeError, match="can't be cast|Promotion"):
+            getattr(given, operator)(other)
+        assert torch.equal(given.full_tensor(), before)
