@@ -30,7 +30,7 @@ from shardwise.errors import AgreementError, MeshError
 from shardwise.fabric.base import Fabric, fabrics, on_new_world, raise_found, report_found, was_raised
 from shardwise.fabric.bounded_store import MARGIN, BoundedStore, address_of, run_bounded
 from shardwise.fabric.digests import PlainCheck
-from shardwise.fabric.lost_ranks import named_failures
+from shardwise.fabric.lost_ranks import SHOWN, named_failures
 from shardwise.fabric.packing import Line
 from shardwise.fabric.rank_agreement import RankCheck, exit_with
 from shardwise.fabric.rank_threads import rank_threads
@@ -192,6 +192,15 @@ class ProcessGroups(Fabric):
             self._groups[key] = found
             self._used.add(found)
         return found
+
+    def named_group(self, group: Any) -> tuple[str, Sequence[int]]:
+        """A process group, or its name in torch, in the user's terms: the mesh axes, and the ranks."""
+        found = distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
+        ranks = sorted(dist.get_process_group_ranks(found))
+        for (mesh, axes), line in self._lines.items():
+            if line.group_ranks == ranks:
+                return f"over {' x '.join(mesh.axis_name(axis) for axis in axes)}", ranks
+        return f"in the group of ranks {', '.join(map(str, ranks[:SHOWN]))}", ranks
 
     def adopt(self, group: Any) -> None:
         """Use an existing process group for its ranks instead of making one."""
