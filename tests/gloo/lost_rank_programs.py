@@ -1,6 +1,6 @@
 """Two ranks, one of which is killed or frozen while the other is in a compiled or captured program.
 
-`python -m tests.gloo.lost_rank_programs KIND FAULT FOLDER`: rank 0 runs each program once more and writes what it raised.
+`python -m tests.gloo.lost_rank_programs KIND FAULT FOLDER`: rank 0 runs each program again and writes what it raised.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,7 +50,7 @@ class Programs:
                 self._captured(None)
                 self._captured("inductor")
 
-    def weight(self) -> sw.DTensor:
+    def weight(self) -> Any:
         value = torch.arange(64.0).reshape(8, 8) / 64
         shards = [sw.Replicate(), sw.Shard(1)]
         return sw.distribute_tensor(value, self.mesh, shards, src_data_rank=None).requires_grad_()

@@ -45,7 +45,8 @@ KINDS = (
     "kill in the first collective",
 )  # fmt: skip
 ENDS_ITSELF = ("kill while groups are made", "kill in the first collective")
-PROGRAMS = ("training", "saving", "loading", "transferring", "planning")
+PROGRAMS = ("training", "saving", "loading", "transferring", "planning", "compiled")
+PATIENCE = 240.0  # seconds, of the process group while ranks compile
 CLEAR = (sw.LostRankError, sw.CheckpointError, sw.PipelineError, sw.AgreementError)
 COLUMNS = ("injected", "continued", "refused", "unclear", "hang", "lost", "wrong")
 
@@ -57,6 +58,7 @@ class Rank:
 
     def __init__(self, rank: int, folder: Path, reference: dict[str, Any]) -> None:
         self.rank, self.folder, self.reference = rank, folder, reference
+        self.ready: Callable[[], object] = lambda: None  # called when the fault may happen
         self.pause = 0.0
         signal.signal(signal.SIGUSR1, lambda *_: setattr(self, "pause", 0.3))
         signal.signal(signal.SIGUSR2, lambda *_: self.jump())
@@ -145,6 +147,37 @@ class Rank:
                 assert torch.equal(state["x"].to_local(), value.chunk(RANKS, layout.dim)[at])
             self.between_steps()
 
+    def compiled(self) -> None:
+        """Training with a compiled forward and backward pass. It begins when everything is compiled."""
+        mesh = sw.init_device_mesh("cpu", (HOSTS, RANKS), mesh_dim_names=("dp", "tp"))
+        values = torch.arange(64.0).reshape(8, 8) / 64, torch.arange(32.0).reshape(4, 8) / 32
+        layouts = [sw.Replicate(), sw.Shard(1)], [sw.Shard(0), sw.Replicate()]
+        weight, x = (sw.distribute_tensor(v, mesh, p, src_data_rank=None) for v, p in zip(values, layouts, strict=True))
+
+        def loss_of(x: Any, weight: Any) -> Any:
+            return ((x @ weight).relu() @ weight).pow(2).mean()
+
+        def train(x: Any, weight: Any, loss: Callable[..., Any]) -> torch.Tensor:
+            weight = weight.detach().requires_grad_()
+            for _ in range(5 * STEPS):
+                (grad,) = torch.autograd.grad(loss(x, weight), weight)
+                weight = (weight - 0.1 * grad).detach().requires_grad_()
+            return weight.detach()
+
+        @torch.compile(backend="aot_eager")
+        def compiled(x: Any, weight: Any) -> Any:
+            return loss_of(x, weight).redistribute(placements=[sw.Replicate()] * 2)
+
+        train(x, weight, compiled)
+        dist.barrier()
+        for group in (dist.group.WORLD, mesh["dp"].get_group(), mesh["tp"].get_group()):
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT), group)
+        self.ready()
+        for _ in range(STEPS):
+            found = train(x, weight, compiled)
+            torch.testing.assert_close(found.full_tensor(), train(values[1], values[0], loss_of), rtol=1e-4, atol=1e-5)
+            self.between_steps()
+
     def planning(self) -> None:
         rng = random.Random(7)
         for step in range(2 * STEPS):
@@ -177,10 +210,13 @@ def run_rank(
     text, kind = "", "right"
     own = Rank(rank, folder, torch.load(report.parent / "reference.pt"))
     try:
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT))
+        own.ready = lambda: os.write(ready, b".")
+        patience = PATIENCE if program == "compiled" else TIMEOUT
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=patience))
         dist.barrier()
         prepare(own)
-        os.write(ready, b".")
+        if program != "compiled":
+            own.ready()
         getattr(own, program)()
     except CLEAR as error:
         text = "".join(traceback.format_exception_only(error))
@@ -212,6 +248,8 @@ def one_trial(hosts: Hosts, number: int, rng: random.Random, kind: str) -> Trial
         program = rng.choice(("saving", "loading"))
     if kind == "kill while groups are made":  # the others use the group of all ranks alone, or not at first
         program = rng.choice(("training", "saving", "transferring"))
+    if kind == "kill in the first collective":
+        program = rng.choice(PROGRAMS[:-1])  # of the compiled one it is in the tracer
     work = hosts.folder / f"trial{number}"
     folder = hosts.shared_disk / "runs"
     shutil.rmtree(folder, ignore_errors=True)
@@ -381,6 +419,7 @@ def warm_up(folder: Path) -> None:
         x = sw.distribute_tensor(torch.arange(64.0).reshape(8, 8), line, [sw.Shard(0)])
         sw.transfer({"x": x}, mesh, {"x": [sw.Shard(0), sw.Shard(1)]})
         assert (x.redistribute(placements=[sw.Shard(1)]) * 2).sum(0).full_tensor().numel() == 8
+        torch.compile(lambda x: x * 2, backend="aot_eager")(x)
     shutil.rmtree(folder / "warm")
 
 

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from shardwise import modes
 from shardwise.capture.binding import Binding, arguments_key

@@ -19,7 +19,14 @@ import torch
 import torch.distributed as dist
 
 from shardwise.capture.call_sites import NOWHERE, Site
-from shardwise.capture.collective_calls import Collective, collective_kind, described, group_ranks, is_collective, of_route
+from shardwise.capture.collective_calls import (
+    Collective,
+    collective_kind,
+    described,
+    group_ranks,
+    is_collective,
+    of_route,
+)
 from shardwise.capture.groups import issuing, starting
 from shardwise.capture.overlap import Memories, issued_early, late_waits
 from shardwise.capture.tape import Call, Const, Geometry, Ref, Tape, Unit, made_by, refs_of

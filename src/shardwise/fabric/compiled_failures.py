@@ -17,7 +17,8 @@ from torch.fx import traceback as fx_traceback
 from shardwise.core.cache import BoundedCache
 from shardwise.core.spec import dtype_name
 from shardwise.events import is_library_file
-from shardwise.fabric.lost_ranks import SHOWN, lost_rank_error
+from shardwise.fabric.base import on_new_world
+from shardwise.fabric.lost_ranks import SHOWN, is_communication_failure, lost_rank_error
 
 __all__ = ["NamedCollective", "name_compiled_failures", "note_traced_line"]
 
@@ -36,9 +37,13 @@ class Started(NamedTuple):
 
     name: str  # of the operator
     dtype: torch.dtype
-    shape: tuple[int, ...]  # of this rank's tensor, the first one of several
-    reduction: str  # empty if there is none
-    group: Any  # the name of the process group, or the group
+    shape: torch.Size  # of this rank's tensor, the first one of several
+    options: tuple[Any, ...]  # the other arguments, without tensors
+
+    @property
+    def group(self) -> Any:
+        """The name of the process group, or the group."""
+        return self.options[-1]
 
     @property
     def kind(self) -> str:
@@ -48,16 +53,27 @@ class Started(NamedTuple):
     def described(self, over: str) -> str:
         """The collective as errors call it."""
         kind = re.sub(r"(_into)?_(tensor|single)$", "", self.kind).replace("_", "-")
-        reduction = f" ({self.reduction})" if self.reduction else ""
+        reduction = f" ({self.options[0]})" if "reduce" in self.kind else ""
         sizes = ",".join(map(str, self.shape))
-        lines = _traced.get((self.kind, self.group, self.shape), ())
+        lines = self._traced_lines()
         more = f" and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
         where = f" of {' or '.join(lines[:SHOWN])}{more}" if lines else ""
         return f"{kind}{reduction} {over} of local tensors {dtype_name(self.dtype)}[{sizes}] in compiled code{where}"
 
+    def _traced_lines(self) -> list[str]:
+        """The lines for which such a collective was traced; none for code from a cache on disk."""
+        found: dict[str, None] = {}
+        for (kind, group, sizes), lines in tuple(_traced.items()):
+            alike = kind == self.kind and group == self.group and len(sizes) == len(self.shape)
+            if alike and all(size in (None, own) for size, own in zip(sizes, self.shape, strict=True)):
+                found |= dict.fromkeys(lines)
+        return list(found)
+
 
 _started: BoundedCache[int, Started] = BoundedCache(MAX_STARTED)  # by the memory that is waited for
-_traced: BoundedCache[tuple[str, str, tuple[int, ...]], tuple[str, ...]] = BoundedCache(MAX_TRACED)
+# The lines of traced collectives, by kind, group, and sizes of a local tensor (None: a symbolic size).
+_traced: BoundedCache[tuple[str, str, tuple[int | None, ...]], tuple[str, ...]] = BoundedCache(MAX_TRACED)
+on_new_world.append(_traced.clear)
 
 
 def note_traced_line(name: str, local: torch.Tensor, group: str) -> None:
@@ -68,11 +84,10 @@ def note_traced_line(name: str, local: torch.Tensor, group: str) -> None:
         local: its input.
         group: the name of its process group.
     """
-    shape = tuple(local.shape)
-    found = [(file, line) for file, line in _FRAME.findall(fx_traceback.current_meta.get("stack_trace") or "")]
-    lines = [f"{file}:{line}" for file, line in found if not is_library_file(file)]
-    if lines and all(isinstance(size, int) for size in shape):
-        key = (name, group, shape)
+    frames = _FRAME.findall(fx_traceback.current_meta.get("stack_trace") or "")
+    lines = [f"{file}:{line}" for file, line in frames if not is_library_file(file)]
+    if lines:
+        key = (name, group, tuple(size if isinstance(size, int) else None for size in local.shape))
         _traced.keep(key, tuple(dict.fromkeys((*_traced.get(key, ()), lines[-1]))))
 
 
@@ -93,9 +108,6 @@ class NamedCollective:
     def __hash__(self) -> int:  # that of the operator, which is a key of tables of torch
         return hash(self.call)
 
-    def __eq__(self, other: object) -> bool:
-        return other is self or other is self.call
-
     def __getattr__(self, name: str) -> Any:
         return getattr(self.call, name)
 
@@ -103,17 +115,18 @@ class NamedCollective:
         try:
             found = self.call(*args, **kwargs)
         except RuntimeError as error:
-            self._raise_named(error, _started_by(self.name, args, kwargs))
+            if is_communication_failure(error):
+                self._raise_named(error, _started_by(self.name, args, kwargs))
             raise
-        first = found[0] if found.__class__ is list and found else found
-        if first.__class__ is torch.Tensor:
+        results = found if found.__class__ is list else (found,)
+        if results and results[0].__class__ is torch.Tensor:  # else it is traced
             started = _started_by(self.name, args, kwargs)
-            for result in found if found.__class__ is list else (found,):
+            for result in results:
                 _started.keep(_memory(result), started)
         return found
 
     def _raise_named(self, error: RuntimeError, started: Started | None) -> None:
-        operation, ranks = "a collective of compiled code", ()
+        operation, ranks = "a functional collective", ()
         if started is not None:
             over, ranks = self.group(started.group)
             operation = started.described(over)
@@ -128,7 +141,7 @@ class NamedWait(NamedCollective):
     __slots__ = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        waited = args[0] if args else kwargs.get("tensor")
+        waited: Any = args[0] if args else kwargs.get("tensor")
         started = _started.pop(_memory(waited), None) if waited.__class__ is torch.Tensor else None
         try:
             return self.call(*args, **kwargs)
@@ -142,9 +155,9 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _started_by(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Started:
-    given = (*args, *(value for key, value in kwargs.items() if key != "out"))
+    given = (*args, *(value for key, value in kwargs.items() if key != "out")) if kwargs else args
     first = given[0][0] if given[0].__class__ is list else given[0]
-    return Started(name, first.dtype, tuple(first.shape), given[1] if isinstance(given[1], str) else "", given[-1])
+    return Started(name, first.dtype, first.shape, given[1:])
 
 
 def name_compiled_failures(group: Callable[[Any], NamedGroup]) -> None:

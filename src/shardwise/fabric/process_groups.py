@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -195,8 +195,9 @@ class ProcessGroups(Fabric):
 
     def named_group(self, group: Any) -> tuple[str, Sequence[int]]:
         """A process group, or its name in torch, in the user's terms: the mesh axes, and the ranks."""
-        found = distributed_c10d._resolve_process_group(group) if isinstance(group, str) else group
-        ranks = sorted(dist.get_process_group_ranks(found))
+        if isinstance(group, str):
+            group = distributed_c10d._resolve_process_group(cast("Any", group))
+        ranks = sorted(dist.get_process_group_ranks(group))
         for (mesh, axes), line in self._lines.items():
             if line.group_ranks == ranks:
                 return f"over {' x '.join(mesh.axis_name(axis) for axis in axes)}", ranks
