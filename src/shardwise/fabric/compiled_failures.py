@@ -7,6 +7,7 @@ waited for. A kernel in Python could not do this: it would hold the interpreter'
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -19,8 +20,9 @@ from shardwise.core.spec import dtype_name
 from shardwise.events import is_library_file
 from shardwise.fabric.base import on_new_world
 from shardwise.fabric.lost_ranks import SHOWN, is_communication_failure, lost_rank_error
+from shardwise.torch_private import wrap_call
 
-__all__ = ["NamedCollective", "name_compiled_failures", "note_traced_line"]
+__all__ = ["NamedCollective", "NamedWait", "name_compiled_failures", "note_traced_line"]
 
 NamedGroup = tuple[str, Sequence[int]]  # "over tp", and its ranks
 MAX_STARTED, MAX_TRACED = 4096, 4096
@@ -96,14 +98,14 @@ class NamedCollective:
 
     Args:
         name: of the operator.
-        call: torch's own call of it.
         group: describes a process group by its name.
+        call: torch's own call of the operator.
     """
 
     __slots__ = ("call", "group", "name")
 
-    def __init__(self, name: str, call: Callable[..., Any], group: Callable[[Any], NamedGroup]) -> None:
-        self.name, self.call, self.group = name, call, group
+    def __init__(self, name: str, group: Callable[[Any], NamedGroup], call: Callable[..., Any]) -> None:
+        self.name, self.group, self.call = name, group, call
 
     def __hash__(self) -> int:  # that of the operator, which is a key of tables of torch
         return hash(self.call)
@@ -168,5 +170,6 @@ def name_compiled_failures(group: Callable[[Any], NamedGroup]) -> None:
     """
     for name in (*STARTS, "wait_tensor"):
         overload = getattr(getattr(torch.ops._c10d_functional, name, None), "default", None)
-        if overload is not None and not isinstance(overload._op, NamedCollective):
-            overload._op = (NamedWait if name == "wait_tensor" else NamedCollective)(name, overload._op, group)
+        if overload is not None and not isinstance(overload.op, NamedCollective):
+            kind = NamedWait if name == "wait_tensor" else NamedCollective
+            wrap_call(overload, functools.partial(kind, name, group))
