@@ -56,8 +56,8 @@ COLUMNS = ("injected", "continued", "refused", "unclear", "hang", "lost", "wrong
 class Rank:
     """What the programs of one rank share: a place to report to, and faults that a rank has itself."""
 
-    def __init__(self, rank: int, folder: Path, reference: dict[str, Any]) -> None:
-        self.rank, self.folder, self.reference = rank, folder, reference
+    def __init__(self, rank: int, folder: Path, reported: Path, reference: dict[str, Any]) -> None:
+        self.rank, self.folder, self.reported, self.reference = rank, folder, reported, reference
         self.ready: Callable[[], object] = lambda: None  # called when the fault may happen
         self.pause = 0.0
         signal.signal(signal.SIGUSR1, lambda *_: setattr(self, "pause", 0.3))
@@ -91,7 +91,7 @@ class Rank:
 
     def saved(self, path: Path) -> None:
         if self.rank == 0:
-            with (self.folder.parent / "done").open("a") as file:
+            with self.reported.open("a") as file:
                 file.write(f"{path.name}\n")
 
     # ------------------------------------------------------------ programs
@@ -193,6 +193,11 @@ class Rank:
             self.between_steps()
 
 
+def reported_on(hosts: Hosts) -> Path:
+    """The names of checkpoints that were reported as saved; not on the disk that is filled."""
+    return hosts.folder / "done"
+
+
 def run_rank(
     rank: int,
     hosts: Hosts,
@@ -208,7 +213,7 @@ def run_rank(
     hosts.enter(rank // RANKS)
     os.environ.update(environment_of(rank, hosts, RANKS) | {"MASTER_PORT": str(port)})
     text, kind = "", "right"
-    own = Rank(rank, folder, torch.load(report.parent / "reference.pt"))
+    own = Rank(rank, folder, reported_on(hosts), torch.load(report.parent / "reference.pt"))
     try:
         own.ready = lambda: os.write(ready, b".")
         patience = PATIENCE if program == "compiled" else TIMEOUT
@@ -254,7 +259,7 @@ def one_trial(hosts: Hosts, number: int, rng: random.Random, kind: str) -> Trial
     folder = hosts.shared_disk / "runs"
     shutil.rmtree(folder, ignore_errors=True)
     (hosts.shared_disk / "filler").unlink(missing_ok=True)
-    (hosts.shared_disk / "done").unlink(missing_ok=True)
+    reported_on(hosts).unlink(missing_ok=True)
     folder.mkdir()
     work.mkdir()
     shutil.copy(hosts.folder / "reference.pt", work / "reference.pt")
@@ -383,7 +388,7 @@ def judge(
 
 def lost_checkpoints(hosts: Hosts, folder: Path) -> str:
     """Every checkpoint that has a name must be whole, and the last one that was reported must be there."""
-    reported = hosts.shared_disk / "done"
+    reported = reported_on(hosts)
     done = reported.read_text().split() if reported.exists() else []
     names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     for name in names:

@@ -27,7 +27,7 @@ from shardwise.core import mesh as mesh_module
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.symbolic import unrecorded
 from shardwise.errors import AgreementError, MeshError
-from shardwise.fabric.base import Fabric, fabrics, on_new_world, raise_found, report_found, was_raised
+from shardwise.fabric.base import Fabric, fabrics, on_later_world, on_new_world, raise_found, report_found, was_raised
 from shardwise.fabric.bounded_store import MARGIN, BoundedStore, address_of, run_bounded
 from shardwise.fabric.digests import PlainCheck
 from shardwise.fabric.lost_ranks import SHOWN, named_failures
@@ -103,11 +103,18 @@ class ProcessGroups(Fabric):
         self._comparisons.clear()
         if former is not None:
             self._forget()
+            for forget in on_later_world:
+                forget()
         self._restart_check()
         return self._rank
 
     def held_by(self) -> int | None:
         return self.rank() if dist.is_initialized() and dist.group.WORLD is not self._parents else None
+
+    def later_world(self) -> int:
+        """How many worlds this process has left for the present one; 0 in the first."""
+        noticed = self._world is distributed_c10d._world.default_pg
+        return max(self._worlds - 1, 0) if noticed else self._worlds
 
     def after_fork(self) -> None:
         """Forget the state of the parent of this process, which is not a rank until it joins a process group.
@@ -120,7 +127,8 @@ class ProcessGroups(Fabric):
             self._forget()
 
     def _forget(self) -> None:
-        for forget in (self._groups.clear, self._lines.clear, self._coordinates.clear, *on_new_world):
+        # names of groups count from the start: other ranks of the new world may be new processes
+        for forget in (self._groups.clear, self._made.clear, self._lines.clear, self._coordinates.clear, *on_new_world):
             forget()
 
     def coordinate(self, mesh: DeviceMesh) -> Coordinate | None:
