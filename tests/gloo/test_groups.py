@@ -135,7 +135,7 @@ def test_compiled_code_is_of_one_world(tmp_path: Path) -> None:
 
 
 def new_process_joins(folder: str) -> list[float]:
-    """Two worlds of three processes, with a mesh of two. One process leaves, and a new one has its place in the mesh."""
+    """Two worlds of three processes, with a mesh of two. One process leaves, and a new one is in the mesh."""
     process, found = int(os.environ["RANK"]), []
     for number, members in enumerate(((0, 1, 2), (0, 3, 1))):
         if process not in members:
