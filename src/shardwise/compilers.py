@@ -10,6 +10,7 @@ import gc
 import hashlib
 import importlib
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
@@ -22,15 +23,16 @@ from shardwise.core.spec import DTensorSpec
 from shardwise.core.symbolic import unrecorded
 from shardwise.core.tracing import is_dynamo_compiling, proxy_mode
 from shardwise.errors import UnsupportedError
-from shardwise.fabric.base import fabric_of
+from shardwise.fabric.base import fabric_of, on_later_world
 from shardwise.plan.cost import current_cost_model
 from shardwise.rules.registry import USERS_RULES
-from shardwise.torch_private import dynamo_frames, track_constant, tree_leaves
+from shardwise.torch_private import TracingContext, dynamo_frames, track_constant, tree_leaves
 
 __all__ = [
     "COMPILER",
     "decided_by",
     "declare_to_compiler",
+    "forget_compiled",
     "is_node",
     "mixes_strides",
     "never_traced",
@@ -98,6 +100,18 @@ def declare_to_compiler() -> bool:
 
 # the attribute of torch.compiler.assume_constant_result; calling that would import the compiler
 declare_to_compiler._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def forget_compiled() -> None:
+    """Drop compiled code: it has the rank and the process groups of a former world.
+
+    Unless code is compiled right now, which is of the new world.
+    """
+    if COMPILER in sys.modules and TracingContext.try_get() is None:
+        torch.compiler.reset()
+
+
+on_later_world.append(forget_compiled)
 
 
 @functools.cache

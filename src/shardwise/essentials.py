@@ -12,6 +12,8 @@ from shardwise import loading, optimizer_hook, raw_memory, recurrent_states
 from shardwise.api import distribute_module, distribute_tensor
 from shardwise.core.mesh import on_first_mesh
 from shardwise.extend import check_rule, local_map, register_sharding
+from shardwise.fabric.c10d import c10d
+from shardwise.fabric.compiled_failures import name_compiled_failures
 from shardwise.fabric.dry import DryRun, dry_run
 from shardwise.fabric.machine_file import load_machine
 from shardwise.fabric.process_groups import take_meshes_as_groups
@@ -92,6 +94,11 @@ def _register_flex_attention(module: Any) -> None:
     importlib.import_module(_FLEX_ATTENTION).register()
 
 
+def _use_functional_collectives(module: Any) -> None:
+    take_meshes_as_groups(module)
+    name_compiled_failures(c10d.named_group)
+
+
 def _name_in_opt_einsum(module: Any) -> None:
     """Let opt_einsum, which selects functions by the name of a tensor's package, use torch's for DTensors."""
     getattr(module, "_aliases", {}).setdefault("shardwise", "opt_einsum.backends.torch")
@@ -113,6 +120,6 @@ on_first_mesh.append(raw_memory.wrap_jiterator)
 on_first_mesh.append(recurrent_states.wrap_recurrent_modules)
 on_first_mesh.append(optimizer_hook.install)
 on_first_mesh.append(lambda: when_imported("torch.distributed.checkpoint.state_dict", _wrap_torch_state_dict))
-on_first_mesh.append(lambda: when_imported("torch.distributed._functional_collectives", take_meshes_as_groups))
+on_first_mesh.append(lambda: when_imported("torch.distributed._functional_collectives", _use_functional_collectives))
 on_first_mesh.append(lambda: when_imported("torch.nn.attention.flex_attention", _register_flex_attention))
 on_first_mesh.append(lambda: when_imported("opt_einsum.backends.dispatch", _name_in_opt_einsum))

@@ -162,11 +162,16 @@ def user_frame(frame: FrameType | None = None, passing: Callable[[FrameType], No
         passing: called with each frame of a library before it.
     """
     found = frame if frame is not None else sys._getframe(1)
-    while found is not None and is_library_file(found.f_code.co_filename):
+    while found is not None and (is_library_file(found.f_code.co_filename) or _is_generated(found)):
         if passing is not None:
             passing(found)
         found = found.f_back
     return found
+
+
+def _is_generated(frame: FrameType) -> bool:
+    """Whether a compiler has written this code: a file of any name, a module of torch's."""
+    return str(frame.f_globals.get("__name__")).startswith("torch._inductor.")
 
 
 def user_line(frame: FrameType | None = None) -> str:

@@ -7,6 +7,7 @@ Three modules have private names of their own, because they replace or adapt the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -112,9 +113,23 @@ __all__ = [
     "tree_unflatten",
     "views_replayed",
     "without_dispatch_modes",
+    "wrap_call",
 ]
 
 _C: Any = torch._C  # type checkers know few of its names
+
+# ---------------------------------------------------------------- operators
+
+
+def wrap_call(overload: OpOverload, wrap: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """Replace what Python runs when it calls an operator: failures of collectives in compiled code are named.
+
+    A kernel in Python would hold the interpreter's lock while a collective is waited for. The result of `wrap` must
+    have the hash of the original, which is that of the operator.
+    """
+    operator: Any = overload
+    operator._op = wrap(operator._op)
+
 
 # ---------------------------------------------------------------- tensor subclasses
 make_wrapper_subclass = torch.Tensor._make_wrapper_subclass  # a DTensor is a tensor without storage

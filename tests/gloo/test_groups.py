@@ -91,6 +91,71 @@ def test_nothing_grows_with_worlds(tmp_path: Path) -> None:
         assert late.memory <= early.memory + 16 * 2**20, found
 
 
+def compiled_in_later_worlds(folder: str) -> list[list[list[float]]]:
+    """What compiled code computes in each world, in which this process has another rank."""
+    first, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+    @torch.compile(backend="aot_eager")
+    def own_rows(x: sw.DTensor) -> sw.DTensor:
+        return (x * 2).redistribute(placements=[sw.Shard(0), sw.Replicate()])
+
+    @torch.compile(backend="aot_eager")
+    def own_rows_of_plain(x: torch.Tensor, mesh: sw.DeviceMesh) -> torch.Tensor:
+        placements = [sw.Replicate()] * 2
+        return sw.DTensor.from_local(x, mesh, placements, run_check=False).redistribute(
+            placements=[sw.Shard(0), sw.Replicate()]
+        ).to_local()  # fmt: skip
+
+    @torch.compile(backend="aot_eager")
+    def gathered(x: sw.DTensor) -> sw.DTensor:
+        return x.redistribute(placements=[sw.Replicate(), sw.Replicate()])
+
+    found = []
+    for number in range(3):
+        rank, store = (first + number) % world, dist.FileStore(f"{folder}/store{number}", world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        mesh = sw.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+        x = sw.distribute_tensor(torch.arange(4.0), mesh, [sw.Replicate()] * 2, src_data_rank=None)
+        mine = own_rows(x)
+        plain = own_rows_of_plain(torch.arange(4.0), mesh)
+        found.append([mine.to_local().tolist(), plain.tolist(), gathered(mine).to_local().tolist()])
+        dist.barrier()
+        dist.destroy_process_group()
+    return found
+
+
+def test_compiled_code_is_of_one_world(tmp_path: Path) -> None:
+    """A graph has the coordinates and groups of a rank, and a process may have another rank in a later world."""
+    found = run_processes(compiled_in_later_worlds, 2, str(tmp_path), backend=None, timeout=300)
+    for first, by_world in enumerate(found):
+        for number, results in enumerate(by_world):
+            rank = (first + number) % 2
+            rows = torch.arange(4.0)[2 * rank : 2 * rank + 2]
+            assert results == [(2 * rows).tolist(), rows.tolist(), [0.0, 2.0, 4.0, 6.0]]
+
+
+def new_process_joins(folder: str) -> list[float]:
+    """Two worlds of three processes, with a mesh of two. One process leaves, and a new one is in the mesh."""
+    process, found = int(os.environ["RANK"]), []
+    for number, members in enumerate(((0, 1, 2), (0, 3, 1))):
+        if process not in members:
+            continue
+        options = {"rank": members.index(process), "world_size": 3, "timeout": datetime.timedelta(seconds=60)}
+        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store{number}", 3), **options)
+        mesh = sw.DeviceMesh("cpu", [0, 1])
+        if options["rank"] < 2:
+            x = sw.distribute_tensor(torch.arange(4.0) + number, mesh, [sw.Shard(0)], src_data_rank=None)
+            found.append(x.full_tensor().sum().item())
+        dist.barrier()
+        dist.destroy_process_group()
+    return found
+
+
+def test_a_new_process_meets_those_of_a_former_world(tmp_path: Path) -> None:
+    found = run_processes(new_process_joins, 4, str(tmp_path), backend=None, timeout=150)
+    assert found == [[6.0, 10.0], [6.0], [], [10.0]]
+
+
 def meshes_come_and_go(store: str) -> list[Held]:
     """A thousand meshes of few shapes, each used."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -45,7 +45,8 @@ KINDS = (
     "kill in the first collective",
 )  # fmt: skip
 ENDS_ITSELF = ("kill while groups are made", "kill in the first collective")
-PROGRAMS = ("training", "saving", "loading", "transferring", "planning")
+PROGRAMS = ("training", "saving", "loading", "transferring", "planning", "compiled")
+PATIENCE = 240.0  # seconds, of the process group while ranks compile
 CLEAR = (sw.LostRankError, sw.CheckpointError, sw.PipelineError, sw.AgreementError)
 COLUMNS = ("injected", "continued", "refused", "unclear", "hang", "lost", "wrong")
 
@@ -55,8 +56,9 @@ COLUMNS = ("injected", "continued", "refused", "unclear", "hang", "lost", "wrong
 class Rank:
     """What the programs of one rank share: a place to report to, and faults that a rank has itself."""
 
-    def __init__(self, rank: int, folder: Path, reference: dict[str, Any]) -> None:
-        self.rank, self.folder, self.reference = rank, folder, reference
+    def __init__(self, rank: int, folder: Path, reported: Path, reference: dict[str, Any]) -> None:
+        self.rank, self.folder, self.reported, self.reference = rank, folder, reported, reference
+        self.ready: Callable[[], object] = lambda: None  # called when the fault may happen
         self.pause = 0.0
         signal.signal(signal.SIGUSR1, lambda *_: setattr(self, "pause", 0.3))
         signal.signal(signal.SIGUSR2, lambda *_: self.jump())
@@ -89,7 +91,7 @@ class Rank:
 
     def saved(self, path: Path) -> None:
         if self.rank == 0:
-            with (self.folder.parent / "done").open("a") as file:
+            with self.reported.open("a") as file:
                 file.write(f"{path.name}\n")
 
     # ------------------------------------------------------------ programs
@@ -145,6 +147,37 @@ class Rank:
                 assert torch.equal(state["x"].to_local(), value.chunk(RANKS, layout.dim)[at])
             self.between_steps()
 
+    def compiled(self) -> None:
+        """Training with a compiled forward and backward pass. It begins when everything is compiled."""
+        mesh = sw.init_device_mesh("cpu", (HOSTS, RANKS), mesh_dim_names=("dp", "tp"))
+        values = torch.arange(64.0).reshape(8, 8) / 64, torch.arange(32.0).reshape(4, 8) / 32
+        layouts = [sw.Replicate(), sw.Shard(1)], [sw.Shard(0), sw.Replicate()]
+        weight, x = (sw.distribute_tensor(v, mesh, p, src_data_rank=None) for v, p in zip(values, layouts, strict=True))
+
+        def loss_of(x: Any, weight: Any) -> Any:
+            return ((x @ weight).relu() @ weight).pow(2).mean()
+
+        def train(x: Any, weight: Any, loss: Callable[..., Any]) -> torch.Tensor:
+            weight = weight.detach().requires_grad_()
+            for _ in range(5 * STEPS):
+                (grad,) = torch.autograd.grad(loss(x, weight), weight)
+                weight = (weight - 0.1 * grad).detach().requires_grad_()
+            return weight.detach()
+
+        @torch.compile(backend="aot_eager")
+        def compiled(x: Any, weight: Any) -> Any:
+            return loss_of(x, weight).redistribute(placements=[sw.Replicate()] * 2)
+
+        train(x, weight, compiled)
+        dist.barrier()
+        for group in (dist.group.WORLD, mesh["dp"].get_group(), mesh["tp"].get_group()):
+            dist.distributed_c10d._set_pg_timeout(datetime.timedelta(seconds=TIMEOUT), group)
+        self.ready()
+        for _ in range(STEPS):
+            found = train(x, weight, compiled)
+            torch.testing.assert_close(found.full_tensor(), train(values[1], values[0], loss_of), rtol=1e-4, atol=1e-5)
+            self.between_steps()
+
     def planning(self) -> None:
         rng = random.Random(7)
         for step in range(2 * STEPS):
@@ -158,6 +191,11 @@ class Rank:
                 x = x.redistribute(placements=layout)
             assert torch.equal((x * 2).sum(0).full_tensor(), (value * 2).sum(0)), step
             self.between_steps()
+
+
+def reported_on(hosts: Hosts) -> Path:
+    """The names of checkpoints that were reported as saved; not on the disk that is filled."""
+    return hosts.folder / "done"
 
 
 def run_rank(
@@ -175,12 +213,15 @@ def run_rank(
     hosts.enter(rank // RANKS)
     os.environ.update(environment_of(rank, hosts, RANKS) | {"MASTER_PORT": str(port)})
     text, kind = "", "right"
-    own = Rank(rank, folder, torch.load(report.parent / "reference.pt"))
+    own = Rank(rank, folder, reported_on(hosts), torch.load(report.parent / "reference.pt"))
     try:
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=TIMEOUT))
+        own.ready = lambda: os.write(ready, b".")
+        patience = PATIENCE if program == "compiled" else TIMEOUT
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=patience))
         dist.barrier()
         prepare(own)
-        os.write(ready, b".")
+        if program != "compiled":
+            own.ready()
         getattr(own, program)()
     except CLEAR as error:
         text = "".join(traceback.format_exception_only(error))
@@ -212,11 +253,13 @@ def one_trial(hosts: Hosts, number: int, rng: random.Random, kind: str) -> Trial
         program = rng.choice(("saving", "loading"))
     if kind == "kill while groups are made":  # the others use the group of all ranks alone, or not at first
         program = rng.choice(("training", "saving", "transferring"))
+    if kind == "kill in the first collective":
+        program = rng.choice(PROGRAMS[:-1])  # of the compiled one it is in the tracer
     work = hosts.folder / f"trial{number}"
     folder = hosts.shared_disk / "runs"
     shutil.rmtree(folder, ignore_errors=True)
     (hosts.shared_disk / "filler").unlink(missing_ok=True)
-    (hosts.shared_disk / "done").unlink(missing_ok=True)
+    reported_on(hosts).unlink(missing_ok=True)
     folder.mkdir()
     work.mkdir()
     shutil.copy(hosts.folder / "reference.pt", work / "reference.pt")
@@ -345,7 +388,7 @@ def judge(
 
 def lost_checkpoints(hosts: Hosts, folder: Path) -> str:
     """Every checkpoint that has a name must be whole, and the last one that was reported must be there."""
-    reported = hosts.shared_disk / "done"
+    reported = reported_on(hosts)
     done = reported.read_text().split() if reported.exists() else []
     names = {path.name for path in folder.iterdir() if not path.name.startswith(".")}
     for name in names:
@@ -381,6 +424,7 @@ def warm_up(folder: Path) -> None:
         x = sw.distribute_tensor(torch.arange(64.0).reshape(8, 8), line, [sw.Shard(0)])
         sw.transfer({"x": x}, mesh, {"x": [sw.Shard(0), sw.Shard(1)]})
         assert (x.redistribute(placements=[sw.Shard(1)]) * 2).sum(0).full_tensor().numel() == 8
+        torch.compile(lambda x: x * 2, backend="aot_eager")(x)
     shutil.rmtree(folder / "warm")
 
 

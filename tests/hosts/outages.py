@@ -246,6 +246,22 @@ def compiled(folder: Path, moment: Moment) -> None:
     double(x).to_local()
 
 
+def compiled_backward(folder: Path, moment: Moment) -> None:
+    """Collectives of the backward pass of a compiled function."""
+    mesh = mesh_2d()
+    x, weight = sharded(mesh), sharded(mesh)
+    weight.requires_grad_()
+
+    @torch.compile(backend="aot_eager")
+    def loss_of(x: sw.DTensor, weight: sw.DTensor) -> torch.Tensor:
+        return (x @ weight.redistribute(placements=[sw.Replicate()] * 2)).pow(2).sum()
+
+    loss_of(x, weight).backward()
+    loss = loss_of(x, weight)
+    moment()
+    loss.backward()
+
+
 def captured(folder: Path, moment: Moment) -> None:
     """Collectives of a captured function."""
     x = sharded(mesh_2d())
@@ -303,7 +319,7 @@ PROGRAMS = {
     for f in (
         groups, second_mesh, first_step, wide_group, agreement, plain_tensors, plain_end, saving, saving_async,
         saving_at_exit, loading, transfer, pipeline, new_pipeline, in_flight, destroying, scatter, comparing, backward,
-        after_a_step, compiled, captured, kinds, experts,
+        after_a_step, compiled, compiled_backward, captured, kinds, experts,
     )
 }  # fmt: skip
 

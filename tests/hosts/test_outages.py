@@ -11,6 +11,9 @@ import pytest
 
 from tests.hosts.outages import Ending, Fault, Outage, cut, freeze, kill
 
+COMPILED = (
+    r"(all-gather|all-reduce \(sum\)|reduce-scatter \(sum\)|all-to-all) over (dp|tp|dp x tp) of .* in compiled code"
+)
 NAMED = {"LostRankError", "PipelineError", "AgreementError"}
 FAULTS: dict[str, Fault] = {"cut": cut, "freeze the store": freeze(0), "kill the store": kill(0), "kill": kill(3)}
 
@@ -29,6 +32,8 @@ CASES: list[Case] = [
     ("kill", "groups"),
     ("kill", "first_step"),
     ("kill", "captured"),
+    ("kill", "compiled"),
+    ("cut", "compiled_backward"),
     ("kill the store", "pipeline"),
 ]
 
@@ -66,3 +71,5 @@ def test_every_rank_ends_with_an_error_that_names_it(
         assert ended.status == 1, (rank, ended.status, ended.text, ended.log)  # None: it hangs; negative: a signal
         assert ended.error in NAMED, (rank, ended.text)
         assert re.search(r"\brank \d.* host\d", ended.text), (rank, ended.text)
+        if "compiled" in program:
+            assert re.search(COMPILED, ended.text), (rank, ended.text)

@@ -38,6 +38,11 @@ class Site(NamedTuple):
     phase: str
     module: str
 
+    @property
+    def place(self) -> str:
+        """File and line, with the phase; empty if they are not known."""
+        return PHASES[self.phase] + str(self.where) if self.where.file else ""
+
     def comment(self) -> str:
         """The line as a comment of a program: file, number, text.
 
@@ -48,8 +53,7 @@ class Site(NamedTuple):
         if not self.where.file:
             return self.phase
         text = linecache.getline(self.where.file, self.where.line).strip()
-        shown = PHASES[self.phase] + str(self.where)
-        return f"{shown}  {text}" if text else shown
+        return f"{self.place}  {text}" if text else self.place
 
 
 NOWHERE = Site(NO_LINE, "forward", "")

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
-import torch.distributed as dist
 
 from shardwise import modes
 from shardwise.capture.binding import Binding, arguments_key
@@ -42,7 +41,6 @@ from shardwise.debug.pictures.draw_timeline import Timeline
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.events import decision_made, route_started, scatter_started, tensor_entered, tensor_moved
 from shardwise.fabric.base import on_new_world
-from shardwise.fabric.lost_ranks import lost_rank_error
 from shardwise.fabric.rank_generators import draws
 from shardwise.fabric.rank_tensor import parts_of
 from shardwise.fabric.rank_threads import rank_threads
@@ -238,20 +236,12 @@ class Captured(Generic[Result]):
             with torch.no_grad(), ExcludeDispatchKeyGuard(_CASTING):
                 values = entry.program.run(inputs)
         except RuntimeError as error:
-            self._raise_named(error)
+            entry.program.raise_named(error)
             raise
         result = left_behind(entry, values, roots, [*state.slots, *slots] if entry.changes_slots else ())
         if entry.changes_slots or entry.reads_states or (entry.renewed and not binding.renew(entry.renewed)):
             self._binding = None
         return result
-
-    def _raise_named(self, error: RuntimeError) -> None:
-        """Raise a failure of communication in the user's terms, if it is one."""
-        if dist.is_initialized():
-            operation = f"a collective of the captured function {getattr(self.function, '__name__', '')}"
-            named = lost_rank_error(error, operation, range(dist.get_world_size()))
-            if named is not None:
-                raise named from error
 
     # ---------------------------------------------------------------- recording
 

@@ -68,8 +68,12 @@ class LoadedProgram:
         given: dict[int, torch.Tensor] = {}
         matched(saved.arguments, (args, kwargs), "arguments", given)
         roots, inputs = self._bound(given)
-        with torch.no_grad():
-            values = saved.program.run(inputs)
+        try:
+            with torch.no_grad():
+                values = saved.program.run(inputs)
+        except RuntimeError as error:
+            saved.program.raise_named(error)
+            raise
         return left_behind(saved, values, roots, ())
 
 

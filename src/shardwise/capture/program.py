@@ -10,20 +10,30 @@ import copy
 import itertools
 import linecache
 import math
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from shardwise.capture.call_sites import NOWHERE, Site
-from shardwise.capture.collective_calls import Collective, collective_kind, described, is_collective, of_route
+from shardwise.capture.collective_calls import (
+    Collective,
+    collective_kind,
+    described,
+    group_ranks,
+    is_collective,
+    of_route,
+)
 from shardwise.capture.groups import issuing, starting
 from shardwise.capture.overlap import Memories, issued_early, late_waits
 from shardwise.capture.tape import Call, Const, Geometry, Ref, Tape, Unit, made_by, refs_of
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec
 from shardwise.errors import AgreementError
+from shardwise.fabric.lost_ranks import lost_rank_error
 from shardwise.fabric.rank_generators import draws
 from shardwise.fabric.rank_tensor import RankTensor
 from shardwise.tensor import dtensor_of
@@ -253,6 +263,32 @@ class Program:
     def communication(self) -> list[Collective]:
         """Its collectives in order. On virtual ranks, where these are copies, those that were announced by routes."""
         return list(self.collectives.values()) or list(self.facts.moves)
+
+    def raise_named(self, error: RuntimeError) -> None:
+        """Raise a failure of communication of `run` in the user's terms, if it is one."""
+        if not dist.is_initialized():
+            return
+        found = self._raising(error)
+        if found is None:
+            operation, ranks = f"a collective of the captured function {self.name}", range(dist.get_world_size())
+        else:
+            kind, place = found.kind.replace("_", "-"), found.site.place
+            operation = f"{kind} over {found.over}{place and f', {place},'} in the captured function {self.name}"
+            call = dict(self.calls)[found.position]
+            ranks = group_ranks(call) if isinstance(call, Call) else ()
+        named = lost_rank_error(error, operation, ranks)
+        if named is not None:
+            raise named from error
+
+    def _raising(self, error: RuntimeError) -> Collective | None:
+        """The collective in whose line of the program an error was raised."""
+        for frame, number in traceback.walk_tb(error.__traceback__):
+            if frame.f_code is self.run.__code__:
+                line = linecache.getline(frame.f_code.co_filename, number)
+                for at, found in self.collectives.items():
+                    if f"work_{at}.wait(" in line or f"{found.kind}_{at}(" in line:
+                        return found
+        return None
 
     def inputs(self) -> set[int]:
         """The numbers of the tensors that it is given and uses."""

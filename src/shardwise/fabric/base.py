@@ -40,6 +40,7 @@ __all__ = [
     "nothing_of",
     "of_one_rank",
     "on_found",
+    "on_later_world",
     "on_new_world",
     "raise_found",
     "rank_state",
@@ -88,6 +89,10 @@ class Fabric(ABC):
     @abstractmethod
     def rank(self) -> int:
         """The rank of this process."""
+
+    def later_world(self) -> int:
+        """How many worlds of process groups were destroyed before the present one. Compiled code is of one world."""
+        return 0
 
     def held_by(self) -> int | None:
         """The rank whose locals are in this process; None if it has the locals of all ranks or of none."""
@@ -277,6 +282,7 @@ def check_source(mesh: DeviceMesh, source: int | None) -> None:
 
 # Called when this process has joined another world: they drop everything that depends on the ranks of the previous one.
 on_new_world: list[Callable[[], object]] = []
+on_later_world: list[Callable[[], object]] = []  # the same, but not in a forked process, which has joined none
 
 # Module state that depends on the rank of this process. If ranks are threads of one process, it is exchanged when they
 # take turns: `exchange(state)` sets the state of one rank (None for a new rank) and returns the state of the previous

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from shardwise.errors import LostRankError, ShardwiseError
 from shardwise.events import user_line
 
-__all__ = ["is_timeout", "lost_rank_error", "named_failures", "reporting_rank"]
+__all__ = ["SHOWN", "is_communication_failure", "is_timeout", "lost_rank_error", "named_failures", "reporting_rank"]
 
 T = TypeVar("T")
 SHOWN = 8  # ranks
@@ -40,21 +40,26 @@ def lost_rank_error(error: BaseException, operation: str, ranks: Sequence[int]) 
         operation: what was done.
         ranks: those that take part.
     """
-    text = str(error)
-    if isinstance(error, ShardwiseError) or not isinstance(error, RuntimeError) or not _LOST.search(text):
+    if not is_communication_failure(error):
         return None
-    me = _rank()
+    text, me = str(error), _rank()
     others = [rank for rank in ranks if rank != me]
     named = ", ".join(map(str, others[:SHOWN])) + (f" and {len(others) - SHOWN} more" if len(others) > SHOWN else "")
+    others_named = f"ranks {named}" if others else "other ranks"
     found = _ADDRESS.search(text)
     peer = f"the peer at {found[1]}" if found else "one of them"
     happened = f"{peer} did not answer in time" if is_timeout(error) else f"{peer} has ended or cannot be reached"
     return LostRankError(
-        f"{operation} failed on {reporting_rank()}: it communicates with ranks {named}, and {happened}\n"
+        f"{operation} failed on {reporting_rank()}: it communicates with {others_named}, and {happened}\n"
         f"  the process group says: {text.splitlines()[0][:300]}",
         hint="look at the output of the other ranks for the first error; shardwise.debug.check_ranks() names the "
         "rank that ended; the timeout is that of init_process_group",
     )
+
+
+def is_communication_failure(error: BaseException) -> bool:
+    """Whether a process group has failed to reach another rank."""
+    return isinstance(error, RuntimeError) and not isinstance(error, ShardwiseError) and bool(_LOST.search(str(error)))
 
 
 def is_timeout(error: BaseException | None) -> bool:

@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
@@ -27,10 +27,10 @@ from shardwise.core import mesh as mesh_module
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.symbolic import unrecorded
 from shardwise.errors import AgreementError, MeshError
-from shardwise.fabric.base import Fabric, fabrics, on_new_world, raise_found, report_found, was_raised
+from shardwise.fabric.base import Fabric, fabrics, on_later_world, on_new_world, raise_found, report_found, was_raised
 from shardwise.fabric.bounded_store import MARGIN, BoundedStore, address_of, run_bounded
 from shardwise.fabric.digests import PlainCheck
-from shardwise.fabric.lost_ranks import named_failures
+from shardwise.fabric.lost_ranks import SHOWN, named_failures
 from shardwise.fabric.packing import Line
 from shardwise.fabric.rank_agreement import RankCheck, exit_with
 from shardwise.fabric.rank_threads import rank_threads
@@ -103,11 +103,18 @@ class ProcessGroups(Fabric):
         self._comparisons.clear()
         if former is not None:
             self._forget()
+            for forget in on_later_world:
+                forget()
         self._restart_check()
         return self._rank
 
     def held_by(self) -> int | None:
         return self.rank() if dist.is_initialized() and dist.group.WORLD is not self._parents else None
+
+    def later_world(self) -> int:
+        """How many worlds this process has left for the present one; 0 in the first."""
+        noticed = self._world is distributed_c10d._world.default_pg
+        return max(self._worlds - 1, 0) if noticed else self._worlds
 
     def after_fork(self) -> None:
         """Forget the state of the parent of this process, which is not a rank until it joins a process group.
@@ -120,7 +127,8 @@ class ProcessGroups(Fabric):
             self._forget()
 
     def _forget(self) -> None:
-        for forget in (self._groups.clear, self._lines.clear, self._coordinates.clear, *on_new_world):
+        # names of groups count from the start: other ranks of the new world may be new processes
+        for forget in (self._groups.clear, self._made.clear, self._lines.clear, self._coordinates.clear, *on_new_world):
             forget()
 
     def coordinate(self, mesh: DeviceMesh) -> Coordinate | None:
@@ -192,6 +200,16 @@ class ProcessGroups(Fabric):
             self._groups[key] = found
             self._used.add(found)
         return found
+
+    def named_group(self, group: Any) -> tuple[str, Sequence[int]]:
+        """A process group, or its name in torch, in the user's terms: the mesh axes, and the ranks."""
+        if isinstance(group, str):
+            group = distributed_c10d._resolve_process_group(cast("Any", group))
+        ranks = sorted(dist.get_process_group_ranks(group))
+        for (mesh, axes), line in self._lines.items():
+            if line.group_ranks == ranks:
+                return f"over {' x '.join(mesh.axis_name(axis) for axis in axes)}", ranks
+        return f"in the group of ranks {', '.join(map(str, ranks[:SHOWN]))}", ranks
 
     def adopt(self, group: Any) -> None:
         """Use an existing process group for its ranks instead of making one."""

@@ -20,6 +20,7 @@ from shardwise.core.tracing import proxy_mode
 from shardwise.fabric.base import BoundRows, BoundStep
 from shardwise.fabric.block_copies import average_divider, neutral_element, reduce_tensors, slicer
 from shardwise.fabric.collectives import Rotation, Start, Wait
+from shardwise.fabric.compiled_failures import note_traced_line
 from shardwise.fabric.encoding import as_carried, as_reducible, from_reducible
 from shardwise.fabric.packing import Line, Parcels, gathering, pack_traced, scattering, split_in_front, swapping
 from shardwise.fabric.rank_tensor import parts_of
@@ -71,6 +72,7 @@ def _arrived(collective: str, *args: Any) -> torch.Tensor:
     Compilers would move it into forward if it depends on no gradient, and leave an unused copy in backward.
     """
     operators, meta = functional_collectives(), fx_traceback.current_meta
+    note_traced_line(collective, args[0], args[-1])
     tag = meta.get(_TAG)
     if tag == "is_backward":
         meta[_TAG] = "must_be_in_backward"

@@ -37,7 +37,7 @@ _unflattened: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPEC
 
 
 class UnderModes(tuple[Any, ...]):
-    """The context of a flattened DTensor while non-default modes are active. Equal to the context without them."""
+    """The context of a flattened DTensor in non-default modes or a later world. Equal to the context without them."""
 
     modes: tuple[Any, ...]
     by_rank: bool
@@ -68,6 +68,8 @@ class CompileProtocol(LaidOutTensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         flattened, changed = self._spec.flattened, modes.changed_modes()
+        if later := fabric_of(self._spec.mesh).later_world():  # graphs name groups, and depend on the rank
+            changed = (modes.in_force(), later)
         if self._spec.tensor_meta.is_symbolic:
             _trace_again_where_fixed(self._spec)
         if changed is None and flattened[1].__class__ is tuple:

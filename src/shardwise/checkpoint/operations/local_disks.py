@@ -105,7 +105,7 @@ def find_index(
     outcome.value = absent is None
     there = processes.exchange(outcome)
     if absent is not None and not any(there):
-        raise absent
+        raise processes.own(absent)
     first = there.index(True) if any(there) else 0
     outcome.value = data if processes.ranks[first] == processes.rank else None
     found = processes.exchange(outcome)[first]

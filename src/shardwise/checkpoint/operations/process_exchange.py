@@ -90,11 +90,16 @@ class Processes:
             if isinstance(error, Absent):  # then: all look on other disks
                 raise _of_rank(rank, host, error)
         if outcome.error is not None:
-            outcome.error.add_note(f"raised by rank {self.rank} on {socket.gethostname()}")
-            raise outcome.error
+            raise self.own(outcome.error)
         for rank, host, error in failed:
             raise _of_rank(rank, host, error)
         return [pickle.loads(data) for _, data in received]
+
+    def own(self, error: BaseException) -> BaseException:
+        """An error of this process, with its rank and host."""
+        if self.group is not None:
+            error.add_note(f"raised by rank {self.rank} on {socket.gethostname()}")
+        return error
 
     def _all_gather(self, mine: Any) -> list[Any]:
         """All-gather an object."""
