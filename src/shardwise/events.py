@@ -149,6 +149,7 @@ _DEMO = os.path.join(_OURS, "demo") + os.sep
 LIBRARIES = (_OURS, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, "<")
 
 
+@functools.lru_cache(maxsize=65536)  # asked for each frame of the stack, for each operator that is recorded
 def is_library_file(filename: str) -> bool:
     """Whether code of this file is ours or torch's, or made at run time: no line of the user's. The demo is a user."""
     return filename.startswith(LIBRARIES) and not filename.startswith(_DEMO)

@@ -39,6 +39,7 @@ from shardwise.capture.timeline import timeline_of
 from shardwise.core.cache import BoundedCache
 from shardwise.core.tracing import is_dynamo_compiling
 from shardwise.debug.pictures.draw_timeline import Timeline
+from shardwise.dispatch.views import CopiedView, version_of
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.events import decision_made, route_started, scatter_started, tensor_entered, tensor_moved
 from shardwise.fabric.base import on_new_world
@@ -368,7 +369,7 @@ class Captured(Generic[Result]):
                 raise Unsettled("a generator of random numbers is made by it")
         leaving = Leaving(tape, state, roots, watch.spent)
         described = leaving.describe(result, "the result")
-        effects = tuple(leaving.changes(before, call.slots))
+        effects = (*leaving.changes(before, call.slots), *leaving.views(before))
         meshes = [root._spec.mesh for root in roots if isinstance(root, DTensor)]
         program = Program(tape, tuple(leaving.values), _name(self.function), meshes)
         program.ranks = max((len(was.parts) for was in before.held), default=1)
@@ -385,7 +386,7 @@ class Captured(Generic[Result]):
             effects,
             _written(tape, before),
             tuple((owner, at) for owner, at in renewed if at is not None and owner < state.count),
-            any(effect.kind != "grad" for effect in effects),
+            any(effect.kind not in ("grad", "view") for effect in effects),
             _reads(program, state.states, before),
             facts_of(before.held, before.numbers, state.count),
             None,
@@ -501,16 +502,19 @@ def left_behind(entry: Any, values: tuple[torch.Tensor, ...], roots: Any, slots:
     found = dict(zip(entry.program.wanted, values, strict=True))
     made: dict[int, Any] = {}
     result = built(entry.result, found, roots, made)
+    if entry.written:
+        torch.autograd.graph.increment_version([roots[at] for at in entry.written])
     for kind, target, value in entry.effects:
         if kind == "grad":
             roots[target].grad = built(value, found, roots, made)
         elif kind == "local":
             roots[target]._local_tensor = built(value[0], found, roots, made)  # pyright: ignore[reportAttributeAccessIssue]
             roots[target]._spec = value[1]  # pyright: ignore[reportAttributeAccessIssue]
+        elif kind == "view":  # the last ones, so that the versions of bases are those after the call
+            args, kwargs = built(value[1], found, roots, made)
+            made[target]._mark_copied(CopiedView(value[0], args, kwargs, value[2], version_of(args[0])))
         else:
             slots[target].put(built(value, found, roots, made))
-    if entry.written:
-        torch.autograd.graph.increment_version([roots[at] for at in entry.written])
     return result
 
 

@@ -31,11 +31,11 @@ class Unsettled(Exception):
 
 
 class Effect(NamedTuple):
-    """One change: of a tensor's gradient or local, or of a container's contents."""
+    """One change: of a tensor's gradient or local, or of a container's contents; or what a new tensor is a view of."""
 
     kind: str
-    target: int  # the position of the tensor or container
-    value: Any  # the description of its new value
+    target: int  # the position of the tensor or container; of a view, its number among the tensors that were made
+    value: Any  # the description of its new value; of a view, of the operator's arguments
 
 
 class Leaving:
@@ -56,6 +56,7 @@ class Leaving:
         self.values: dict[int, torch.Tensor] = {}  # values that are needed at the end, as they came out
         self._made: dict[int, Made] = {}
         self._kept: list[Any] = []
+        self._copied: list[tuple[Made, Any]] = []  # views that share no memory with their bases
 
     def describe(self, value: Any, path: str, in_state: bool = False) -> Any:
         """How a value can be made again."""
@@ -109,6 +110,8 @@ class Leaving:
         made = Made(len(self._made), local, spec, value.requires_grad, is_spent)
         self._made[id(value)] = made
         self._kept.append(value)
+        if spec is not None and value._copied_view is not None:  # pyright: ignore[reportAttributeAccessIssue]
+            self._copied.append((made, value))
         return made
 
     def local(self, value: torch.Tensor, path: str) -> Local:
@@ -146,6 +149,33 @@ class Leaving:
                 found.append(Effect("slots", at, self._contents(each, now)))
         return found
 
+    def views(self, before: Snapshot) -> list[Effect]:
+        """Views that leave and share no memory with their bases, where a write to one may show in another tensor."""
+        chains = [_bases(value) for _, value in self._copied]
+        uses = collections.Counter(id(base) for chain in chains for base in chain)
+        there = {self.tape.memory_of[number] for number in (*range(len(before.parts)), *self.values)}
+        shown: set[int] = set()
+        for chain in chains:
+            if any(uses[id(base)] > 1 or id(base) in self.roots or id(base) in self._made for base in chain):
+                shown.update(map(id, chain))
+            elif any(there & self._memories(base) for base in chain):
+                raise refused(
+                    "the step leaves a view that shares no memory with its base, since that is sharded; and the base "
+                    "shares memory with an argument or another result",
+                    "return view.clone(), or take the view of that tensor itself",
+                )
+        found: list[Effect] = []
+        for made, value in self._copied:  # which grows while bases are described
+            view = value._copied_view
+            if id(view.args[0]) in shown:
+                described = self.describe((tuple(view.args), dict(view.kwargs)), "the base of a view")
+                found.append(Effect("view", made.number, (view.op, described, view.item)))
+        return found
+
+    def _memories(self, tensor: Any) -> set[int]:
+        refs = [self.tape.find(part) for part in parts_of(tensor._held)]
+        return {self.tape.memory_of[ref.number] for ref in refs if ref is not None}
+
     @staticmethod
     def _parts(tensor: torch.Tensor) -> tuple[int, ...]:
         return tuple(map(id, parts_of(local_of(tensor))))
@@ -168,3 +198,12 @@ class Leaving:
         return Sequenced(
             list, tuple(self.describe(value, f"{path}[{at}]", in_state=True) for at, value in enumerate(now))
         )
+
+
+def _bases(view: Any) -> list[Any]:
+    """What a view that shares no memory with its base is a view of, and that in turn."""
+    found: list[Any] = []
+    while view._copied_view is not None:
+        view = view._copied_view.args[0]
+        found.append(view)
+    return found

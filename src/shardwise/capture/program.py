@@ -86,8 +86,8 @@ class _Spent(torch.autograd.Function):
     """Marks a tensor as one that backward has passed."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, made: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return made
+    def forward(ctx: Any, leaf: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return make()  # not an argument, of which the result would be a view
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -131,11 +131,14 @@ def _tensor(
     local: Local, spec: DTensorSpec | None, requires_grad: bool, is_spent: bool, values: dict[int, torch.Tensor]
 ) -> torch.Tensor:
     held = _local(local, values)
-    found = held if spec is None else dtensor_of(spec, held)
+
+    def make() -> torch.Tensor:
+        return held if spec is None else dtensor_of(spec, held)
+
     if is_spent:
         with torch.enable_grad():
-            return _Spent.apply(torch.zeros((), requires_grad=True), found)  # pyright: ignore[reportReturnType]
-    return found.requires_grad_() if requires_grad else found
+            return _Spent.apply(torch.zeros((), requires_grad=True), make)  # pyright: ignore[reportReturnType]
+    return make().requires_grad_() if requires_grad else make()
 
 
 # ---------------------------------------------------------------- the function
