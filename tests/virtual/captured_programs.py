@@ -1,8 +1,8 @@
 """Random functions of DTensors, captured and eager, while their inputs and all that they read change between calls.
 
 The operators are those of `tests.virtual.programs`; lines that read and write state of Python, modules and buffers come
-on top, and gradients are computed inside. Results, layouts, memory that is shared, inputs and state that are written to,
-gradients and random states must have the same bits after each call. A seed decides everything.
+on top, and gradients are computed inside. Results, layouts, memory that is shared, inputs and state that are written
+to, gradients and random states must have the same bits after each call. A seed decides everything.
 
     python -m tests.virtual.captured_programs --programs 10000
 """
@@ -98,7 +98,7 @@ def _reading(c: Choices) -> str:
         f"{x} * S.scale", f"{x}.relu() if S.flag else {x}.tanh()", f"{x} + S.table['a']", f"M({x})", f"scaled({x})",
         f"ordered({x})", f"{x} * NUMBER", f"{x} + M.seen", f"S.layer({x}) - S.table.get('b', 3.0)",
         f"{x} + D(torch.rand((), generator=S.generator, dtype=torch.float64))", f"{x} * (S.number if S.flag else 2)",
-        f"torch.utils.checkpoint.checkpoint(M, {x}, use_reentrant=False)", f"sum({x} * value for value in (1, S.scale))",
+        f"C(M, {x})", f"sum({x} * value for value in (1, S.scale))",
     )  # fmt: skip
 
 
@@ -134,19 +134,18 @@ def finish(kind: str, given: dict[str, Any], made: dict[str, Any], returned: tup
     found: dict[str, Any] = {}
     parts = [(v * v.detach().cos()).sum() for v in made.values() if v.is_floating_point() and v.requires_grad]
     leaves = [tensor for tensor in given.values() if tensor.requires_grad]
-    if parts and leaves and kind != "none":
-        total = sum(part.to(torch.float64) for part in parts)
-        if kind == "first":
-            total.backward()  # pyright: ignore[reportAttributeAccessIssue]
-        else:
-            grads = torch.autograd.grad(total, leaves, create_graph=True, allow_unused=True)  # pyright: ignore[reportArgumentType]
-            used = [grad for grad in grads if grad is not None]
-            found["first"] = [grad.detach() for grad in used]
-            squares = [(grad * grad).sum() for grad in used if grad.requires_grad]
-            if squares and kind == "penalty":
-                sum(squares).backward()  # pyright: ignore[reportAttributeAccessIssue]
-            elif squares:
-                found["second"] = torch.autograd.grad(sum(squares), leaves, allow_unused=True)  # pyright: ignore[reportArgumentType]
+    total: Any = sum(part.to(torch.float64) for part in parts if part.requires_grad)
+    if leaves and parts and parts[-1].requires_grad and kind == "first":
+        total.backward()
+    elif leaves and parts and parts[-1].requires_grad and kind != "none":
+        grads = torch.autograd.grad(total, leaves, create_graph=True, allow_unused=True)
+        used = [grad for grad in grads if grad is not None]
+        found["first"] = [grad.detach() for grad in used]
+        squares: Any = [(grad * grad).sum() for grad in used if grad.requires_grad]
+        if squares and kind == "penalty":
+            sum(squares).backward()
+        elif squares:
+            found["second"] = torch.autograd.grad(sum(squares), leaves, allow_unused=True)
     for name in returned:
         value = made[name]
         found[name] = value.detach() if value.requires_grad and name not in given and kind != "first" else value
@@ -178,6 +177,12 @@ def _placements(rng: random.Random, mesh: tuple[int, ...], shape: tuple[int, ...
 HEADS = {"": "if True:", "no_grad": "with torch.no_grad():", "inference": "with torch.inference_mode():"}
 
 
+def made_by(program: Program) -> list[str]:
+    """The variables of a program, its inputs among them."""
+    first = [line.partition(" = ")[0] for line in program.lines]
+    return [*(given.name for given in program.inputs), *(name for name in first if name.isidentifier()), "last"]
+
+
 class Side:
     """One copy of a function with its state."""
 
@@ -187,15 +192,11 @@ class Side:
         self.run.inputs, self.run.variables = [], {}
         self.state: State = self.run.names["S"]
         names = [given.name for given in program.inputs]
-        kept = [
-            line.partition(" = ")[0] for line in program.lines if line[0] == "v" and " = " in line.partition("(")[0]
-        ]
-        kept = [name for name in kept if name.isidentifier()]
         given = ", ".join(f"{name!r}: {name}" for name in names)
-        made = ", ".join(f"{name!r}: {name}" for name in dict.fromkeys(kept))
-        text = f"def program({', '.join(names)}, extra=1.0):\n    {HEADS[head]}\n"
-        text += "".join(f"        {line}\n" for line in (*program.lines, f"last = {names[0]}.detach() * extra"))
-        text += f"    return finish({program.derivative!r}, {{{given}}}, {{{given}, {made + ', ' * bool(made)}'last': last}}, {returned!r})\n"
+        made = ", ".join(f"{name!r}: {name}" for name in made_by(program))
+        lines = [HEADS[head], *(f"    {line}" for line in program.lines), f"    last = {names[0]}.detach() * extra"]
+        lines.append(f"return finish({program.derivative!r}, {{{given}}}, {{{made}}}, {returned!r})")
+        text = f"def program({', '.join(names)}, extra=1.0):\n" + "".join(f"    {line}\n" for line in lines)
         self.names = {**self.run.names, "finish": finish}
         exec(compile(text, f"program_{program.seed}.py", "exec"), self.names)
         self.function: Callable[..., Any] = self.names["program"]
@@ -324,8 +325,9 @@ def _change(side: Side, what: str, number: float) -> None:
 
 
 CHANGES = (
-    "scale", "flag", "table", "order of a table", "new item", "list", "closure", "global", "attribute", "buffer", "new buffer",
-    "parameter", "new parameter", "frozen", "hook", "tensor hook", "no gradient", "seed", "generator", "kept", "mode", "another name",
+    "scale", "flag", "table", "order of a table", "new item", "list", "closure", "global", "attribute", "buffer",
+    "new buffer", "parameter", "new parameter", "frozen", "hook", "tensor hook", "no gradient", "seed", "generator",
+    "kept", "mode", "another name",
 )  # fmt: skip
 # How a call is made: other layouts, another of the inputs requires a gradient, one tensor in several places, ...
 WAYS = ("layout", "requires_grad", "twice", "apart", "again", "extra", "no_grad", "inference", "autocast")
@@ -412,10 +414,7 @@ def _drawn(seed: int) -> tuple[Program, torch.dtype, random.Random]:
 def _compare(seed: int, calls: int) -> tuple[int, int]:
     program, dtype, rng = _drawn(seed)
     head = rng.choice(("", "", "", "no_grad", "inference")) if program.derivative == "none" else ""
-    made = [given.name for given in program.inputs] + ["last"]
-    made += [
-        line.split(" = ")[0] for line in program.lines if line.startswith("v") and line.split(" = ")[0].isidentifier()
-    ]
+    made = made_by(program)
     returned = tuple(rng.sample(made, rng.randint(1, len(made))))
     sides = [Side(program, head, returned) for _ in range(2)]
     step = captured(sides[1].function, **rng.choice(OPTIONS))

@@ -7,6 +7,7 @@ attributes are put together from its values afterwards.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import linecache
 import math
@@ -192,8 +193,18 @@ class Program:
         self._names: dict[int, str] = {}
         self.collectives = self._collectives()
         self.late = self._late() if self.overlap else {}
-        self.text = self._text()
-        self.run = self._function(self._issuing)
+        for name in ("text", "run"):  # of the program that this is a copy of
+            vars(self).pop(name, None)
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The program in Python. Made when it is asked for: not for a program that a pass takes the place of."""
+        return self._text()
+
+    @functools.cached_property
+    def run(self) -> Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]:
+        """The program as a function."""
+        return self._function(self._issuing)
 
     def _late(self) -> dict[int, int]:
         """The collectives that are waited for later, by position, with the index of the call that needs them."""
@@ -246,7 +257,7 @@ class Program:
     def announce(self, moves: Sequence[Collective]) -> None:
         """Take these as the collectives that routes announced."""
         self.facts = self.facts._replace(moves=tuple(moves))
-        self.text = self._text()
+        vars(self).pop("text", None)
 
     def settle(self) -> None:
         """Drop what is only needed while the program is compared with the step."""
@@ -264,6 +275,8 @@ class Program:
 
     def verifying(self) -> Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]:
         """The same function with the recorded results of collectives, without communication."""
+        if not self.collectives:
+            return self.run
         return self._function(lambda call, position: _repeating(self.received[position]))
 
     def _text(self) -> str:
@@ -376,6 +389,7 @@ class Program:
         return found
 
     def _function(self, collective: Callable[[Call, int], Callable[..., Any]]) -> Any:
+        text = self.text  # which names the operators
         names: dict[str, Any] = {"torch": torch, "constants": self.pool, "agreed": _agreed, "inf": math.inf}
         names |= self._operators
         for position, call in self.calls:
@@ -384,8 +398,8 @@ class Program:
             elif is_collective(call):
                 names[f"{collective_kind(call)}_{position}"] = collective(call, position)
         filename = f"<captured {self.name} {next(_numbers)}>"
-        linecache.cache[filename] = (len(self.text), None, self.text.splitlines(True), filename)
-        exec(compile(self.text, filename, "exec"), names)
+        linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
+        exec(compile(text, filename, "exec"), names)
         function = names[self.name]
         weakref.finalize(function, linecache.cache.pop, filename, None).atexit = False  # its text goes with it
         return function
