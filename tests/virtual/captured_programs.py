@@ -304,7 +304,7 @@ def _change(side: Side, what: str, number: float) -> None:
         case "frozen":
             layer.gain.requires_grad_(not layer.gain.requires_grad)
         case "hook":
-            layer.register_forward_hook(lambda module, args, out: out * number)
+            layer.register_forward_hook(lambda module, args, out: out * number)  # pyright: ignore[reportOperatorIssue]
         case "tensor hook":
             if layer.gain.requires_grad:
                 layer.gain.register_hook(lambda grad: grad * number)

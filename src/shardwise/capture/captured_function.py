@@ -367,6 +367,7 @@ class Captured(Generic[Result]):
         for generator in tape.generators.values():
             if all(_address(generator) != _address(other) for other, _ in before.random):
                 raise Unsettled("a generator of random numbers is made by it")
+        _refuse_inference_writes(tape, before)
         leaving = Leaving(tape, state, roots, watch.spent)
         described = leaving.describe(result, "the result")
         effects = (*leaving.changes(before, call.slots), *leaving.views(before))
@@ -531,6 +532,19 @@ def _written(tape: Tape, before: Snapshot) -> tuple[int, ...]:
         if is_written and was.tensor.__class__ is DTensor and not was.tensor.is_inference():
             found.append(at)
     return tuple(found)
+
+
+def _refuse_inference_writes(tape: Tape, before: Snapshot) -> None:
+    """Raise where a step enters inference mode to write to an inference tensor: a program runs in the caller's mode."""
+    frozen = {tape.memory_of[number] for number, part in enumerate(before.parts) if part.is_inference()}
+    if frozen and not torch.is_inference_mode_enabled():
+        for call in tape.calls:
+            if any(tape.memory_of[number] in frozen for number in call.writes):
+                raise UnsupportedError(
+                    f"captured: an inference tensor is written to in inference mode (at {call.line}), which the "
+                    "function enters itself",
+                    hint="call the captured function inside torch.inference_mode()",
+                )
 
 
 def _reads(program: Program, positions: set[int], before: Snapshot) -> bool:

@@ -156,16 +156,17 @@ class Leaving:
         there = {self.tape.memory_of[number] for number in (*range(len(before.parts)), *self.values)}
         shown: set[int] = set()
         for chain in chains:
-            if any(uses[id(base)] > 1 or id(base) in self.roots or id(base) in self._made for base in chain):
+            is_shown = any(uses[id(base)] > 1 or id(base) in self.roots or id(base) in self._made for base in chain)
+            if is_shown and len(chain) == 1:
                 shown.update(map(id, chain))
-            elif any(there & self._memories(base) for base in chain):
+            elif is_shown or any(there & self._memories(base) for base in chain):  # whose versions torch counts as one
                 raise refused(
                     "the step leaves a view that shares no memory with its base, since that is sharded; and the base "
-                    "shares memory with an argument or another result",
+                    "is a view itself, or shares memory with an argument or another result",
                     "return view.clone(), or take the view of that tensor itself",
                 )
         found: list[Effect] = []
-        for made, value in self._copied:  # which grows while bases are described
+        for made, value in list(self._copied):
             view = value._copied_view
             if id(view.args[0]) in shown:
                 described = self.describe((tuple(view.args), dict(view.kwargs)), "the base of a view")

@@ -202,8 +202,8 @@ class Program:
         return self._text()
 
     @functools.cached_property
-    def run(self) -> Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]:
-        """The program as a function."""
+    def run(self) -> Callable[[Any], tuple[torch.Tensor, ...]]:
+        """The program as a function of the tensors that it is given, by number."""
         return self._function(self._issuing)
 
     def _late(self) -> dict[int, int]:

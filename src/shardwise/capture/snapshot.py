@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -64,7 +65,8 @@ class Snapshot:
         with torch.no_grad():
             for was in self.held:
                 for part, value in zip(was.parts, was.values, strict=True):
-                    part.copy_(value)
+                    with torch.inference_mode() if part.is_inference() else contextlib.nullcontext():
+                        part.copy_(value)
                 if was.tensor.__class__ is DTensor:
                     was.tensor._local_tensor, was.tensor._spec = was.local, was.spec  # pyright: ignore[reportAttributeAccessIssue]
                     vars(was.tensor).pop("_reduction", None)

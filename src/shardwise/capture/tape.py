@@ -387,7 +387,8 @@ class Tape(TorchDispatchMode):
         self._check(func, leaves)
         if self.only_checks:
             return _Given()
-        return _Given(*tree_map(lambda leaf: self._leaf(func, leaf), (args, dict(kwargs))), True)
+        known_args, known_kwargs = tree_map(lambda leaf: self._leaf(func, leaf), (args, dict(kwargs)))
+        return _Given(known_args, known_kwargs, True)
 
     def _leaf(self, func: Any, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
