@@ -40,6 +40,12 @@ def several(x: Any) -> tuple[Any, ...]:
     return (x * 2).chunk(2)
 
 
+def detached(x: Any) -> tuple[Any, ...]:
+    weight = torch.ones(6, requires_grad=True)
+    first, second = (x * sw.distribute_tensor(weight, x.device_mesh, [sw.Replicate()])).chunk(2)
+    return first.detach(), second.detach(), first.detach()
+
+
 RETURNED: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "of an argument": lambda x: (x[1:3],),
     "of an argument, by a number": lambda x: (x[1],),
@@ -47,6 +53,7 @@ RETURNED: dict[str, Callable[[Any], tuple[Any, ...]]] = {
     "two of one tensor": two_of_one,
     "of an argument that is written to": written_before,
     "without its base": several,
+    "without its graph": detached,
 }
 
 
@@ -70,7 +77,7 @@ def test_writes_to_views_and_to_their_bases(name: str) -> None:
     assert ran == 2
 
 
-@pytest.mark.parametrize("function", [lambda x: x.detach()[1:3], lambda x: x[1:3][0:1]])
+@pytest.mark.parametrize("function", [lambda x: x.detach()[1:3], lambda x: x[1:3][0:1], lambda x: (x[1:3], x.t())])
 def test_a_view_of_another_view_is_refused(function: Callable[[Any], Any]) -> None:
     step = sw.captured(function)
     step(given(0))

@@ -26,6 +26,10 @@ __all__ = ["Effect", "Leaving", "Unsettled"]
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(...))
 
 
+_CALLER = -1  # in place of the identity of a tensor
+_DETACH = torch.ops.aten.detach.default
+
+
 class Unsettled(Exception):
     """A step has stored an object of its own where it can read it, usually in a cache that fills. Not recorded then."""
 
@@ -151,30 +155,45 @@ class Leaving:
 
     def views(self, before: Snapshot) -> list[Effect]:
         """Views that leave and share no memory with their bases, where a write to one may show in another tensor."""
-        chains = [_bases(value) for _, value in self._copied]
-        uses = collections.Counter(id(base) for chain in chains for base in chain)
-        there = {self.tape.memory_of[number] for number in (*range(len(before.parts)), *self.values)}
-        shown: set[int] = set()
+        chains = [_chain(value) for _, value in self._copied]
+        calls = collections.Counter(base for base, _ in {(id(view.args[0]), id(view.args)) for view, *_ in chains})
+        holders: dict[int, set[int]] = {self.tape.memory_of[number]: {_CALLER} for number in range(len(before.parts))}
+        for tensor in self._kept:
+            for memory in self._memories(tensor):
+                holders.setdefault(memory, set()).add(id(tensor))
+        shown: list[bool] = []
         for chain in chains:
-            is_shown = any(uses[id(base)] > 1 or id(base) in self.roots or id(base) in self._made for base in chain)
-            if is_shown and len(chain) == 1:
-                shown.update(map(id, chain))
-            elif is_shown or any(there & self._memories(base) for base in chain):  # whose versions torch counts as one
-                raise refused(
+            top: Any = chain[-1].args[0]
+            memories = [memory for view in chain for memory in self._memories(view.args[0])]
+            others = set().union(*(holders.get(memory, ()) for memory in memories)) - {id(top)}
+            is_root = id(top) in self.roots
+            shown.append(is_root or id(top) in self._made or calls[id(top)] > 1)
+            if (others - {_CALLER} if is_root else others) or (shown[-1] and len(chain) > 1):
+                raise refused(  # torch counts writes to all of them as one
                     "the step leaves a view that shares no memory with its base, since that is sharded; and the base "
                     "is a view itself, or shares memory with an argument or another result",
                     "return view.clone(), or take the view of that tensor itself",
                 )
         found: list[Effect] = []
-        for made, value in list(self._copied):
-            view = value._copied_view
-            if id(view.args[0]) in shown:
-                described = self.describe((tuple(view.args), dict(view.kwargs)), "the base of a view")
-                found.append(Effect("view", made.number, (view.op, described, view.item)))
+        for (made, _), chain, is_shown in zip(list(self._copied), chains, shown, strict=True):
+            if is_shown:
+                view = chain[0]
+                base, *others = view.args
+                args = Sequenced(tuple, (self._base(base), *(self.describe(arg, "a view") for arg in others)))
+                kwargs = self.describe(dict(view.kwargs), "a view")
+                found.append(Effect("view", made.number, (view.op, Sequenced(tuple, (args, kwargs)), view.item)))
         return found
 
+    def _base(self, tensor: Any) -> Any:
+        """What a view is one of. If nobody else has it, it needs no graph of autograd."""
+        if id(tensor) in self.roots or id(tensor) in self._made:
+            return self._tensor(tensor, "the base of a view")
+        local = self.local(tensor._local_tensor, "the base of a view")
+        made = self._made[id(tensor)] = Made(len(self._made), local, tensor._spec, False, False)
+        return made
+
     def _memories(self, tensor: Any) -> set[int]:
-        refs = [self.tape.find(part) for part in parts_of(tensor._held)]
+        refs = [self.tape.find(part) for part in parts_of(tensor._held if isinstance(tensor, DTensor) else tensor)]
         return {self.tape.memory_of[ref.number] for ref in refs if ref is not None}
 
     @staticmethod
@@ -201,10 +220,12 @@ class Leaving:
         )
 
 
-def _bases(view: Any) -> list[Any]:
-    """What a view that shares no memory with its base is a view of, and that in turn."""
+def _chain(tensor: Any) -> list[Any]:
+    """How a view that shares no memory with its base was made, and how that was, if it is one, and so on."""
     found: list[Any] = []
-    while view._copied_view is not None:
-        view = view._copied_view.args[0]
-        found.append(view)
+    while tensor._copied_view is not None:
+        view = tensor._copied_view
+        tensor = view.args[0]
+        if view.op is not _DETACH or tensor._copied_view is None:  # else it has the elements of the view before
+            found.append(view)
     return found
