@@ -443,7 +443,7 @@ def _compare(seed: int, calls: int) -> tuple[int, int]:
                     raise refusal(error)
             errors.append(error)
             outcomes.append(side.visible(result))
-            if writes and head != "inference":
+            if writes:
                 outcomes[-1]["refused writes"] = _write(result)
                 outcomes[-1]["after writes"] = side.values(result)
         if type(errors[0]) is not type(errors[1]) and not (errors[0] and isinstance(errors[1], UnsupportedError)):

@@ -142,3 +142,45 @@ def test_inference_tensors_that_are_read() -> None:
     for call in range(4):
         assert torch.equal(step(given(call)).full_tensor(), given(0).full_tensor() + given(call).full_tensor())
     assert len(step.programs) == 1
+
+
+def test_an_expanded_tensor_that_is_kept() -> None:
+    cache = Cache()
+    cache.kept = torch.arange(6.0).expand(4, 6)
+
+    def function(x: Any) -> Any:
+        cache.kept = (x.full_tensor()[0] * 2).expand(4, 6)
+        return cache.kept + 1
+
+    step = sw.captured(function)
+    for call in range(4):
+        wanted = (given(call).full_tensor()[0] * 2).expand(4, 6)
+        assert torch.equal(step(given(call)), wanted + 1)
+        assert torch.equal(cache.kept, wanted)
+        assert cache.kept.stride() == wanted.stride()
+    assert len(step.programs) == 1
+
+
+def test_numbers_that_become_tensors_in_inference_mode() -> None:
+    def function(x: Any) -> Any:
+        return x.full_tensor().index_select(1, torch.tensor([1, 0]))
+
+    step = sw.captured(function)
+    with torch.inference_mode():
+        for call in range(4):
+            assert torch.equal(step(given(call)), given(call).full_tensor()[:, [1, 0]])
+    assert len(step.programs) == 1
+
+
+def test_results_are_inference_tensors_where_they_are_in_eager() -> None:
+    def function(x: Any) -> Any:
+        with torch.inference_mode():
+            return x * 2, x.t()
+
+    step = sw.captured(function)
+    for call in range(4):
+        for ambient in (False, True):
+            with torch.inference_mode(ambient):
+                x = given(call)
+                found, wanted = step(x), function(x)
+                assert [t.is_inference() for t in found] == [t.is_inference() for t in wanted]

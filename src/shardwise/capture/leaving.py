@@ -110,8 +110,8 @@ class Leaving:
         if others or value._backward_hooks:
             raise refused(f"{path} is a new tensor with attributes ({others}) or hooks", "set them outside")
         spec = value._spec if isinstance(value, DTensor) else None
-        local = self.local(value._local_tensor if isinstance(value, DTensor) else value, path)
-        made = Made(len(self._made), local, spec, value.requires_grad, is_spent)
+        local = self.local(_settled_local(value) if isinstance(value, DTensor) else value, path)
+        made = Made(len(self._made), local, spec, value.requires_grad, is_spent, value.is_inference())
         self._made[id(value)] = made
         self._kept.append(value)
         if spec is not None and value._copied_view is not None:  # pyright: ignore[reportAttributeAccessIssue]
@@ -188,8 +188,9 @@ class Leaving:
         """What a view is one of. If nobody else has it, it needs no graph of autograd."""
         if id(tensor) in self.roots or id(tensor) in self._made:
             return self._tensor(tensor, "the base of a view")
-        local = self.local(tensor._local_tensor, "the base of a view")
-        made = self._made[id(tensor)] = Made(len(self._made), local, tensor._spec, False, False)
+        local = self.local(_settled_local(tensor), "the base of a view")
+        made = Made(len(self._made), local, tensor._spec, False, False, tensor.is_inference())
+        self._made[id(tensor)] = made
         return made
 
     def _memories(self, tensor: Any) -> set[int]:
@@ -218,6 +219,12 @@ class Leaving:
         return Sequenced(
             list, tuple(self.describe(value, f"{path}[{at}]", in_state=True) for at, value in enumerate(now))
         )
+
+
+def _settled_local(tensor: Any) -> torch.Tensor:
+    """The local of a tensor; that of a view as the recorded call has left it, which always counts as old in inference
+    mode."""
+    return tensor._local_tensor if tensor._copied_view is None else tensor._held
 
 
 def _chain(tensor: Any) -> list[Any]:

@@ -67,6 +67,7 @@ class Made(NamedTuple):
     spec: DTensorSpec | None
     requires_grad: bool
     is_spent: bool  # backward has gone through the graph that it came from
+    is_inference: bool | None = None  # an inference tensor; None: as the call is made
 
 
 class Sequenced(NamedTuple):
@@ -106,10 +107,10 @@ def built(shape: Any, values: dict[int, torch.Tensor], roots: Any, made: dict[in
             return roots[position]
         case Same(value):
             return value
-        case Made(number, local, spec, requires_grad, is_spent):
-            found = made.get(number)
+        case Made():
+            found = made.get(shape.number)
             if found is None:
-                found = made[number] = _tensor(local, spec, requires_grad, is_spent, values)
+                found = made[shape.number] = _tensor(shape, values)
             return found
         case Local():
             return _local(shape, values)
@@ -128,18 +129,21 @@ def _local(local: Local, values: dict[int, torch.Tensor]) -> torch.Tensor:
     return values[local.refs[0].number]
 
 
-def _tensor(
-    local: Local, spec: DTensorSpec | None, requires_grad: bool, is_spent: bool, values: dict[int, torch.Tensor]
-) -> torch.Tensor:
-    held = _local(local, values)
+def _tensor(shape: Made, values: dict[int, torch.Tensor]) -> torch.Tensor:
+    held, spec = _local(shape.local, values), shape.spec
 
     def make() -> torch.Tensor:
-        return held if spec is None else dtensor_of(spec, held)
+        if spec is None:
+            return held
+        if shape.is_inference in (None, torch.is_inference_mode_enabled()):
+            return dtensor_of(spec, held)
+        with torch.inference_mode(shape.is_inference):
+            return dtensor_of(spec, held)
 
-    if is_spent:
+    if shape.is_spent:
         with torch.enable_grad():
             return _Spent.apply(torch.zeros((), requires_grad=True), make)  # pyright: ignore[reportReturnType]
-    return make().requires_grad_() if requires_grad else make()
+    return make().requires_grad_() if shape.requires_grad else make()
 
 
 # ---------------------------------------------------------------- the function

@@ -34,7 +34,9 @@ _ASSERTED = (
 )
 # Functions of the library that read values only to raise where they are not as they must be.
 _CHECKS = frozenset({"agree", "check_agreement", "_gradient", "_same", "_words", "is_sequential"})
-_CONSTANT_CHECKS = frozenset({"_is_filled"})  # those whose answer is fixed if the values depend on no tensor before
+_CONSTANT_CHECKS = frozenset(
+    {"_is_filled", "laid_out_gradient"}
+)  # those whose answer is fixed if the values depend on no tensor before
 _HERE, _OWN = (str(folder) for folder in Path(__file__).parents[:2])
 _MASKS = (torch.bool, torch.uint8)
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
@@ -380,6 +382,8 @@ class Tape(TorchDispatchMode):
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if func in _LIFTS:
             return self._constant(func, args[0])
+        if func is torch.ops.aten.detach_.default:  # of a tensor that has no graph here; `torch.tensor` does so
+            return _Given()
         if tensors and all(tensor.is_meta for tensor in tensors):
             return _Given()  # sizes are worked out
         if self.guards_reads and func in _ASSERTED and self._is_decision(tensors):
