@@ -149,6 +149,7 @@ _DEMO = os.path.join(_OURS, "demo") + os.sep
 LIBRARIES = (_OURS, os.path.dirname(os.path.abspath(torch.__file__)) + os.sep, "<")
 
 
+@functools.lru_cache(maxsize=65536)  # asked for each frame of the stack, for each operator that is recorded
 def is_library_file(filename: str) -> bool:
     """Whether a file belongs to this library or to torch, or was made at run time. The demo counts as user code."""
     return filename.startswith(LIBRARIES) and not filename.startswith(_DEMO)

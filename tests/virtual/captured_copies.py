@@ -110,10 +110,15 @@ def observed(results: list[torch.Tensor], given: list[torch.Tensor]) -> list[Any
     return found
 
 
-def assert_same(step: Any, function: Any, given: list[torch.Tensor], what: str) -> None:
-    """Both give the same, and leave the same, of the same arguments."""
+def assert_same(
+    step: Any, function: Any, given: list[torch.Tensor], what: str, random: torch.Tensor | None = None
+) -> None:
+    """Both give the same, and leave the same, of the same arguments; `random`: the state that both begin with."""
     other = [tensor.clone() for tensor in given]
-    found, wanted = observed(step(*given), given), observed(function(*other), other)
+    found = observed(step(*given), given)
+    if random is not None:
+        torch.set_rng_state(random)
+    wanted = observed(function(*other), other)
     for one, want in zip(found, wanted, strict=True):
         same = torch.equal(one, want) if isinstance(want, torch.Tensor) else one == want
         assert same, what

@@ -6,20 +6,14 @@ Two copies of one model run the same calls; after each call all that a user can 
 
 from __future__ import annotations
 
-import argparse
 import collections
 import contextlib
 import contextvars
 import dataclasses
-import multiprocessing
 import os
 import random
-import re
-import signal
 import sys
 import threading
-import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -32,7 +26,6 @@ from torch.utils.checkpoint import checkpoint
 import shardwise as sw
 from shardwise.capture import captured
 from shardwise.errors import UnsupportedError
-from shardwise.fabric.rank_tensor import parts_of
 from shardwise.parallel import (
     ColwiseParallel,
     FSDPModule,
@@ -41,6 +34,7 @@ from shardwise.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from tests.virtual.captured_comparison import bits, refusal, run_seeds
 
 CALLS = 11
 CHANGED = (4, 6, 7, 9)  # the calls before which something changes
@@ -568,15 +562,6 @@ CHANGES = (
 )  # fmt: skip
 
 
-def _bits(tensor: Any) -> Any:
-    if tensor is None or not isinstance(tensor, torch.Tensor):
-        return tensor
-    local = tensor._local_tensor if isinstance(tensor, sw.DTensor) else tensor
-    spec = str(tensor.spec) if isinstance(tensor, sw.DTensor) else ""
-    values = [part.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() for part in parts_of(local)]
-    return spec, tuple(tensor.shape), tensor.dtype, tensor.requires_grad, tensor.grad_fn is None, values
-
-
 @contextlib.contextmanager
 def _around(kind: str) -> Iterator[None]:
     """What a call runs inside of."""
@@ -615,23 +600,19 @@ def _in_thread(run: Callable[[], Any]) -> Any:
 
 
 def _visible(job: Job, result: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {f"result {name}": _bits(value) for name, value in (result or {}).items()}
+    found: dict[str, Any] = {f"result {name}": bits(value) for name, value in (result or {}).items()}
     model, optimizer = job.model, job.optimizer
     for name, p in model.named_parameters():
-        found[name] = _bits(p)
-        found[f"{name}.grad"] = _bits(p.grad)
+        found[name] = bits(p)
+        found[f"{name}.grad"] = bits(p.grad)
         for key, value in optimizer.state.get(p, {}).items():
-            found[f"{name}: {key}"] = _bits(value)
+            found[f"{name}: {key}"] = bits(value)
     for name, b in model.named_buffers():
-        found[name] = _bits(b)
-    found |= {f"average {at}": _bits(value) for at, value in enumerate(job.settings.average)}
+        found[name] = bits(b)
+    found |= {f"average {at}": bits(value) for at, value in enumerate(job.settings.average)}
     found["generator"] = job.settings.generator.get_state().tolist()[:64]
-    found |= {"calls": model.calls, "kept": _bits(model.kept), "random": torch.get_rng_state().tolist()[:64]}
+    found |= {"calls": model.calls, "kept": bits(model.kept), "random": torch.get_rng_state().tolist()[:64]}
     return found
-
-
-class Refused(Exception):
-    """The captured step was refused by name, and everything is as it was before the call."""
 
 
 def compare(seed: int, mesh: Any = None, calls: int = CALLS) -> tuple[int, int]:
@@ -695,7 +676,7 @@ def _compare(seed: int, mesh: Any, calls: int, draw: random.Random) -> tuple[int
             changed = [name for name in now if name != "random" and now[name] != was[name]]
             if changed:
                 raise AssertionError(f"seed {seed}, call {call}: refused ({errors[1]}), and {changed[:6]} changed")
-            raise Refused(str(errors[1]).splitlines()[0])
+            raise refusal(errors[1])
         if type(errors[0]) is not type(errors[1]):
             raise AssertionError(f"seed {seed}, call {call}: eager raised {errors[0]!r}, captured {errors[1]!r}")
         different = [name for name in outcomes[0] if outcomes[0][name] != outcomes[1].get(name)]
@@ -730,107 +711,9 @@ def _float32() -> Iterator[None]:
         torch.set_default_dtype(was)
 
 
-def _one(seed: int, calls: int) -> tuple[int, int, int, str]:
-    try:
-        ran, programs = compare(seed, calls=calls)
-        return seed, ran, programs, ""
-    except Refused as refusal:
-        return seed, 0, 0, f"refused: {refusal}"
-    except Exception:
-        return seed, 0, 0, traceback.format_exc(limit=-4)
-
-
-def _timed(given: tuple[int, int, float]) -> tuple[int, int, int, str] | None:
-    """One seed, if there is time left for it."""
-    seed, calls, end = given
-    return None if time.time() > end else _one(seed, calls)
-
-
-def _cause(text: str) -> str:
-    """The last line of an error without the numbers of this program, so that alike ones are counted together."""
-    line = [line for line in text.strip().splitlines() if line.strip()][-1]
-    hints = [line for line in text.strip().splitlines() if "Error: " in line]
-    return re.sub(r"0x[0-9a-f]+|\d+", "N", (hints[-1] if hints else line).strip())[:200]
-
-
 def main(arguments: list[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--programs", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0, help="the first one")
-    parser.add_argument("--jobs", type=int, default=1, help="processes")
-    parser.add_argument("--calls", type=int, default=CALLS)
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no program later than this")
-    parser.add_argument("--show", type=int, default=5, help="how many failures are shown in full")
-    options = parser.parse_args(arguments)
-    end = time.time() + options.seconds
-    given = [(seed, options.calls, end) for seed in range(options.seed, options.seed + options.programs)]
-    torch.set_num_threads(1)
-    was = signal.signal(signal.SIGTERM, _stop)
-    totals = _Totals(options.calls, options.show)
-    try:
-        for found in _results(given, options.jobs):
-            totals.add(found)
-    except KeyboardInterrupt:
-        totals.show()
-        os._exit(1 if totals.failed else 0)  # threads of autograd may be in the middle of a step
-    finally:
-        signal.signal(signal.SIGTERM, was)
-    totals.show()
-    return 1 if totals.failed else 0
-
-
-def _stop(*_: Any) -> None:
-    raise KeyboardInterrupt
-
-
-def _results(given: list[tuple[int, int, float]], jobs: int) -> Iterator[tuple[int, int, int, str]]:
-    """The outcomes of seeds, as they come."""
-    if jobs > 1:
-        with multiprocessing.get_context("spawn").Pool(jobs, _begin_worker) as pool:
-            yield from (each for each in pool.imap_unordered(_timed, given, chunksize=2) if each is not None)
-    else:
-        yield from (each for each in map(_timed, given) if each is not None)
-
-
-def _begin_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends them
-    torch.set_num_threads(1)
-
-
-class _Totals:
-    """Counts of outcomes; failures are printed as they come."""
-
-    def __init__(self, calls: int, shown: int) -> None:
-        self.calls, self.shown = calls, shown
-        self.steps = self.ran = self.programs = self.failed = self.refused = 0
-        self.causes: dict[str, list[int]] = collections.defaultdict(list)
-        self.start = time.time()
-
-    def add(self, outcome: tuple[int, int, int, str]) -> None:
-        seed, ran, programs, text = outcome
-        self.steps, self.ran, self.programs = self.steps + 1, self.ran + ran, self.programs + programs
-        if text.startswith("refused: "):
-            self.refused += 1
-        elif text:
-            self.failed += 1
-            if self.failed <= self.shown:
-                print(f"seed {seed}:\n{text}", file=sys.stderr, flush=True)
-        if text:
-            self.causes[_cause(text)].append(seed)
-        if self.steps % 50 == 0:
-            print(self.line(), flush=True)
-
-    def line(self) -> str:
-        return (
-            f"{self.steps} steps, {self.calls} calls each: {self.ran} calls ran as programs, {self.programs} programs, "
-            f"{self.refused} refused by name, {self.failed} failed ({time.time() - self.start:.0f} s)"
-        )
-
-    def show(self) -> None:
-        for cause, seeds in sorted(self.causes.items(), key=lambda item: -len(item[1])):
-            print(f"{len(seeds)} times, seeds {seeds[:8]}: {cause}")
-        print(self.line(), flush=True)
+    return run_seeds(compare, CALLS, __doc__, arguments)
 
 
 if __name__ == "__main__":

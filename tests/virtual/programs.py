@@ -5,8 +5,8 @@ program is one that torch can run. In a program `D(tensor)` is a constant, repli
 a tensor in another layout; `T(x, ...)` the same by way of locals; `G(x)` a copy made of the gathered tensor; and
 `C(function, x, ...)` a checkpointed region; `A(way, q, k, v, ...)` attention by a preferred way. `derivative` says what
 is compared beside the first derivatives: those of a gradient penalty, a product with the Hessian (reverse over reverse,
-or forward over reverse), or forward mode; or else how the program is run: with a gradient of its first input alone, as
-a function that is transformed, or compiled.
+or forward over reverse), or forward mode; or else how the program is run: with a gradient of its first input alone or
+of none, as a function that is transformed, or compiled.
 
     python -m tests.virtual.programs --programs 10000 --jobs 2
 """
@@ -70,6 +70,7 @@ class Program:
     inputs: tuple[Input, ...]
     lines: tuple[str, ...]
     derivative: str = "first"
+    names: Callable[[Run], dict[str, Any]] | None = None  # of a side: more names that its lines use
 
     def script(self) -> str:
         """The program as one that can be run by hand."""
@@ -147,13 +148,15 @@ class Run:
             if self.mesh is not None:
                 layout = layout_of(self.mesh, value.shape, given.placements, given.order)
                 tensor = sw.distribute_tensor(value, self.mesh, **layout)
-            tensor.requires_grad_(program.derivative != "some" or not self.inputs)
+            tensor.requires_grad_(program.derivative != "none" and (program.derivative != "some" or not self.inputs))
             self.inputs.append(tensor)
             self.variables[given.name] = tensor
         self.names = {
             "torch": torch, "F": F, "D": self.constant, "L": self.laid_out, "T": self.through_locals,
             "G": self.gathered, "C": checkpointed, "A": attend,
         }  # fmt: skip
+        if program.names is not None:
+            self.names |= program.names(self)
 
     def constant(self, tensor: torch.Tensor) -> Any:
         if self.mesh is None:
@@ -260,6 +263,7 @@ DERIVATIVES: dict[str, Callable[[Run, Any, dict[str, Any]], dict[str, torch.Tens
     "hessian": _hessian_vector,
     "forward": lambda run, total, named: {},  # the inputs have tangents: see `run`
     "some": _first,
+    "none": lambda run, total, named: {},
     "function": lambda run, total, named: {},
     "compiled": _first,
 }

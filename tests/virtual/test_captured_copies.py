@@ -12,7 +12,7 @@ from shardwise.capture.copy_propagation import copied_bytes
 from shardwise.capture.program import Program
 from shardwise.capture.tape import Unit
 from tests.transformer import Transformer, loss_of, shard_all, tensor_parallel
-from tests.virtual.captured_copies import COLUMNS, ROWS, compare
+from tests.virtual.captured_copies import COLUMNS, ROWS, assert_same, compare
 
 
 @pytest.mark.parametrize("seed", [3, 12, 55, 111])  # each fails without one of the conditions of the pass
@@ -23,6 +23,213 @@ def test_random_copies(seed: int) -> None:
 def test_most_copies_go() -> None:
     counts = [compare(seed) for seed in range(20)]
     assert sum(after for _, after in counts) < 0.6 * sum(before for before, _ in counts)
+
+
+def source_is_written(x: Any) -> Any:
+    y = x * 2
+    copy = y.clone()
+    y.add_(1)
+    return copy + y
+
+
+def source_is_copied_into(x: Any) -> Any:
+    y, z = x * 2, x * 3
+    copy = y.clone()
+    y.copy_(z)
+    return copy + y
+
+
+def copy_is_written(x: Any) -> Any:
+    y = x * 2
+    copy = y.clone()
+    copy.add_(1)
+    return copy * y
+
+
+def copy_leaves_written(x: Any) -> Any:
+    copy = x.clone()
+    copy.add_(1)
+    return copy, x * 2
+
+
+def one_of_two_is_written(x: Any) -> Any:
+    y = x * 2
+    one, other = y.clone(), y.clone()
+    one.add_(1)
+    return one * 2, other * 3
+
+
+def copy_of_a_written_copy(x: Any) -> Any:
+    y = x * 2
+    copy = y.clone()
+    copy[1:2].add_(5)
+    return copy.clone() * 2, y + 1
+
+
+def read_before_it_is_filled(x: Any) -> Any:
+    y, buffer = x * 2, torch.zeros(ROWS, COLUMNS)
+    buffer[:2].copy_(y[:2])
+    early = buffer * 1
+    buffer[2:].copy_(y[2:])
+    return early, buffer * 2
+
+
+def filled_twice(x: Any) -> Any:
+    y, z, buffer = x * 2, x * 3, torch.empty(ROWS, COLUMNS)
+    buffer.copy_(y)
+    buffer[1:3].copy_(z[1:3])
+    return buffer * 2, buffer[1:3] * 3, buffer[0:2] * 4
+
+
+def partly_filled(x: Any) -> Any:
+    y, buffer = x * 2, torch.zeros(ROWS, COLUMNS)
+    buffer[1:3].copy_(y[1:3])
+    return buffer * 2, buffer[1:3] * 3
+
+
+def within_one_memory(x: Any) -> Any:
+    y = x * 2
+    y[:2].copy_(y[2:])
+    return y * 3
+
+
+def another_order(x: Any) -> Any:
+    y = x * 2
+    copy = torch.empty(COLUMNS, ROWS).t()
+    copy.copy_(y)
+    return copy, copy.t().reshape(-1) * 2
+
+
+def other_numbers(x: Any) -> Any:
+    y = x * 2.5
+    return y.to(torch.float64) * 2, y.to(torch.int32).float() * 3
+
+
+def seen_as_integers(x: Any) -> Any:
+    y = x * 2
+    copy = y.clone()
+    copy.view(torch.int32).bitwise_xor_(1)
+    return copy * 1, (y.clone().view(torch.int32) + 1).float()
+
+
+def overlapping_sources(x: Any) -> Any:
+    y = x * 2
+    buffer = torch.cat([y[0:2], y[1:3]])
+    one, other = buffer[:2], buffer[2:]
+    one.add_(1)
+    return one * 2, other * 3
+
+
+def overlapping_sources_leave(x: Any) -> Any:
+    y = x * 2
+    buffer = torch.cat([y[0:2], y[1:3]])
+    return buffer[:2], buffer[2:]
+
+
+def copies_of_copies(x: Any) -> Any:
+    y = x * 2
+    copy = y.clone().clone().clone()
+    joined = torch.cat([copy, copy])
+    one, other = joined.split(ROWS)
+    return one * 2, other * 3, joined.clone()
+
+
+def shifted_copies(x: Any) -> Any:
+    y = torch.cat([x * 2, x * 3])
+    buffer = torch.cat([y[2:6], x * 5])
+    return buffer[1:3].clone() * 2, buffer[4:].clone() * 3, buffer[3:5] * 4
+
+
+def nothing_first(x: Any) -> Any:
+    joined = torch.cat([torch.empty(0), x * 2])
+    return joined * 2, torch.cat([torch.empty(0, COLUMNS), x * 3]) * 2, torch.cat([x[:0], x])[1:2] * 4
+
+
+def along_columns(x: Any) -> Any:
+    joined = torch.cat([(x * 2)[:, :4], (x * 3)[:, 4:]], -1)
+    return joined * 2, joined[:, 2:6] * 3
+
+
+def split_and_written(x: Any) -> Any:
+    y = x * 2
+    one, other = torch.empty(1, COLUMNS), torch.empty(ROWS - 1, COLUMNS)
+    torch.split_with_sizes_copy(y, [1, ROWS - 1], out=[one, other])
+    other.mul_(3)
+    return one + other, other * 2
+
+
+def argument_is_written_later(x: Any) -> Any:
+    copies = [torch.empty_like(x[:2]), torch.empty_like(x[2:])]
+    torch._foreach_copy_(copies, [x[:2], x[2:]])
+    first = copies[0] * 2
+    x.add_(1)
+    return first, copies[1] * 3
+
+
+def argument_and_copies(x: Any) -> Any:
+    return x.clone(), x[1:3].clone(), x
+
+
+def source_leaves(x: Any) -> Any:
+    y = x * 2
+    return y, y.clone(), y[:2].clone()
+
+
+def drawn_into_a_copy(x: Any) -> Any:
+    copy = x.clone()
+    copy[1:].uniform_()
+    return copy * 2, x * 3
+
+
+KEPT = (
+    source_is_written, source_is_copied_into, copy_is_written, copy_leaves_written, one_of_two_is_written,
+    copy_of_a_written_copy, read_before_it_is_filled, filled_twice, partly_filled, within_one_memory, another_order,
+    other_numbers, seen_as_integers, overlapping_sources, overlapping_sources_leave, copies_of_copies, shifted_copies,
+    nothing_first, along_columns, split_and_written, argument_is_written_later, argument_and_copies, source_leaves,
+    drawn_into_a_copy,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("function", KEPT)
+def test_each_condition(function: Any) -> None:
+    """Programs that come out otherwise where the pass forgets one of its conditions."""
+
+    def alone(x: Any) -> list[torch.Tensor]:
+        found = function(x)
+        return list(found) if isinstance(found, tuple) else [found]
+
+    step = captured(alone, verify=False)
+    for call in range(4):
+        torch.manual_seed(call)
+        x = torch.rand(ROWS, COLUMNS)
+        random = torch.get_rng_state()
+        assert_same(step, alone, [x], f"{function.__name__}, call {call}", random)
+    assert len(step.programs) == 1
+
+
+# How many bytes are copied: of a function without the pass, and with it.
+LEFT_OUT: dict[str, tuple[Any, int, int]] = {
+    "a clone": (lambda x: (x * 2).clone() * 3, 256, 0),
+    "of an argument": (lambda x: x.clone() * 3, 256, 0),
+    "a result of its own": (lambda x: (x * 2).clone(), 256, 0),
+    "an argument": (lambda x: x.clone(), 256, 256),
+    "through a buffer": (lambda x: torch.cat([x[:2], x[2:]])[1:2] * 3, 256, 0),
+    "into a buffer and out of it": (lambda x: [t * 2 for t in torch.cat([x, x * 2]).split(ROWS)], 512, 0),
+    "at another alignment": (lambda x: (x * 2).view(-1)[1:33].clone() * 3, 128, 128),
+    "of copies": (lambda x: (x * 2).clone().clone()[:1].clone() * 3, 576, 64),
+    "that is written to at the end": (lambda x: (x * 2).clone().add_(1) * 3, 256, 0),
+    "of an argument, written to": (lambda x: x.clone().add_(1) * 3, 256, 256),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_OUT)
+def test_copies_that_go(name: str) -> None:
+    function, before, after = LEFT_OUT[name]
+    for remove, wanted in ((False, before), (True, after)):
+        step = captured(function, remove_copies=remove)
+        for _ in range(3):
+            step(torch.ones(ROWS, COLUMNS))
+        assert copied_bytes(program_of(step)) == wanted
 
 
 def program_of(step: Any) -> Program:

@@ -38,6 +38,7 @@ from shardwise.capture.timeline import timeline_of
 from shardwise.core.cache import BoundedCache
 from shardwise.core.tracing import is_dynamo_compiling
 from shardwise.debug.pictures.draw_timeline import Timeline
+from shardwise.dispatch.views import CopiedView, version_of
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.events import decision_made, route_started, scatter_started, tensor_entered, tensor_moved
 from shardwise.fabric.base import on_new_world
@@ -356,9 +357,10 @@ class Captured(Generic[Result]):
         for generator in tape.generators.values():
             if all(_address(generator) != _address(other) for other, _ in before.random):
                 raise Unsettled("a generator of random numbers is made by it")
+        _refuse_inference_writes(tape, before)
         leaving = Leaving(tape, state, roots, watch.spent)
         described = leaving.describe(result, "the result")
-        effects = tuple(leaving.changes(before, call.slots))
+        effects = (*leaving.changes(before, call.slots), *leaving.views(before))
         meshes = [root._spec.mesh for root in roots if isinstance(root, DTensor)]
         program = Program(tape, tuple(leaving.values), _name(self.function), meshes)
         program.ranks = max((len(was.parts) for was in before.held), default=1)
@@ -375,7 +377,7 @@ class Captured(Generic[Result]):
             effects,
             _written(tape, before),
             tuple((owner, at) for owner, at in renewed if at is not None and owner < state.count),
-            any(effect.kind != "grad" for effect in effects),
+            any(effect.kind not in ("grad", "view") for effect in effects),
             _reads(program, state.states, before),
             facts_of(before.held, before.numbers, state.count),
             None,
@@ -491,16 +493,19 @@ def left_behind(entry: Any, values: tuple[torch.Tensor, ...], roots: Any, slots:
     found = dict(zip(entry.program.wanted, values, strict=True))
     made: dict[int, Any] = {}
     result = built(entry.result, found, roots, made)
+    if entry.written:
+        torch.autograd.graph.increment_version([roots[at] for at in entry.written])
     for kind, target, value in entry.effects:
         if kind == "grad":
             roots[target].grad = built(value, found, roots, made)
         elif kind == "local":
             roots[target]._local_tensor = built(value[0], found, roots, made)  # pyright: ignore[reportAttributeAccessIssue]
             roots[target]._spec = value[1]  # pyright: ignore[reportAttributeAccessIssue]
+        elif kind == "view":  # the last ones, so that the versions of bases are those after the call
+            args, kwargs = built(value[1], found, roots, made)
+            made[target]._mark_copied(CopiedView(value[0], args, kwargs, value[2], version_of(args[0])))
         else:
             slots[target].put(built(value, found, roots, made))
-    if entry.written:
-        torch.autograd.graph.increment_version([roots[at] for at in entry.written])
     return result
 
 
@@ -517,6 +522,19 @@ def _written(tape: Tape, before: Snapshot) -> tuple[int, ...]:
         if is_written and was.tensor.__class__ is DTensor and not was.tensor.is_inference():
             found.append(at)
     return tuple(found)
+
+
+def _refuse_inference_writes(tape: Tape, before: Snapshot) -> None:
+    """Raise where a step enters inference mode to write to an inference tensor: a program runs in the caller's mode."""
+    frozen = {tape.memory_of[number] for number, part in enumerate(before.parts) if part.is_inference()}
+    if frozen and not torch.is_inference_mode_enabled():
+        for call in tape.calls:
+            if any(tape.memory_of[number] in frozen for number in call.writes):
+                raise UnsupportedError(
+                    f"captured: an inference tensor is written to in inference mode (at {call.line}), which the "
+                    "function enters itself",
+                    hint="call the captured function inside torch.inference_mode()",
+                )
 
 
 def _reads(program: Program, positions: set[int], before: Snapshot) -> bool:

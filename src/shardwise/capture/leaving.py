@@ -26,16 +26,20 @@ __all__ = ["Effect", "Leaving", "Unsettled"]
 _ATOMS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, type(...))
 
 
+_CALLER = -1  # in place of the identity of a tensor
+_DETACH = torch.ops.aten.detach.default
+
+
 class Unsettled(Exception):
     """A step has stored an object of its own where it can read it, usually in a cache that fills. Not recorded then."""
 
 
 class Effect(NamedTuple):
-    """One change: of a tensor's gradient or local, or of a container's contents."""
+    """One change: of a tensor's gradient or local, or of a container's contents; or what a new tensor is a view of."""
 
     kind: str
-    target: int  # the position of the tensor or container
-    value: Any  # the description of its new value
+    target: int  # the position of the tensor or container; of a view, its number among the tensors that were made
+    value: Any  # the description of its new value; of a view, of the operator's arguments
 
 
 class Leaving:
@@ -56,6 +60,7 @@ class Leaving:
         self.values: dict[int, torch.Tensor] = {}  # values that are needed at the end, as they came out
         self._made: dict[int, Made] = {}
         self._kept: list[Any] = []
+        self._copied: list[tuple[Made, Any]] = []  # views that share no memory with their bases
 
     def describe(self, value: Any, path: str, in_state: bool = False) -> Any:
         """How a value can be made again."""
@@ -105,10 +110,12 @@ class Leaving:
         if others or value._backward_hooks:
             raise refused(f"{path} is a new tensor with attributes ({others}) or hooks", "set them outside")
         spec = value._spec if isinstance(value, DTensor) else None
-        local = self.local(value._local_tensor if isinstance(value, DTensor) else value, path)
-        made = Made(len(self._made), local, spec, value.requires_grad, is_spent)
+        local = self.local(_settled_local(value) if isinstance(value, DTensor) else value, path)
+        made = Made(len(self._made), local, spec, value.requires_grad, is_spent, value.is_inference())
         self._made[id(value)] = made
         self._kept.append(value)
+        if spec is not None and value._copied_view is not None:  # pyright: ignore[reportAttributeAccessIssue]
+            self._copied.append((made, value))
         return made
 
     def local(self, value: torch.Tensor, path: str) -> Local:
@@ -146,6 +153,50 @@ class Leaving:
                 found.append(Effect("slots", at, self._contents(each, now)))
         return found
 
+    def views(self, before: Snapshot) -> list[Effect]:
+        """Views that leave and share no memory with their bases, where a write to one may show in another tensor."""
+        chains = [_chain(value) for _, value in self._copied]
+        calls = collections.Counter(base for base, _ in {(id(view.args[0]), id(view.args)) for view, *_ in chains})
+        holders: dict[int, set[int]] = {self.tape.memory_of[number]: {_CALLER} for number in range(len(before.parts))}
+        for tensor in self._kept:
+            for memory in self._memories(tensor):
+                holders.setdefault(memory, set()).add(id(tensor))
+        shown: list[bool] = []
+        for chain in chains:
+            top: Any = chain[-1].args[0]
+            memories = [memory for view in chain for memory in self._memories(view.args[0])]
+            others = set().union(*(holders.get(memory, ()) for memory in memories)) - {id(top)}
+            is_root = id(top) in self.roots
+            shown.append(is_root or id(top) in self._made or calls[id(top)] > 1)
+            if (others - {_CALLER} if is_root else others) or (shown[-1] and len(chain) > 1):
+                raise refused(  # torch counts writes to all of them as one
+                    "the step leaves a view that shares no memory with its base, since that is sharded; and the base "
+                    "is a view itself, or shares memory with an argument or another result",
+                    "return view.clone(), or take the view of that tensor itself",
+                )
+        found: list[Effect] = []
+        for (made, _), chain, is_shown in zip(list(self._copied), chains, shown, strict=True):
+            if is_shown:
+                view = chain[0]
+                base, *others = view.args
+                args = Sequenced(tuple, (self._base(base), *(self.describe(arg, "a view") for arg in others)))
+                kwargs = self.describe(dict(view.kwargs), "a view")
+                found.append(Effect("view", made.number, (view.op, Sequenced(tuple, (args, kwargs)), view.item)))
+        return found
+
+    def _base(self, tensor: Any) -> Any:
+        """What a view is one of. If nobody else has it, it needs no graph of autograd."""
+        if id(tensor) in self.roots or id(tensor) in self._made:
+            return self._tensor(tensor, "the base of a view")
+        local = self.local(_settled_local(tensor), "the base of a view")
+        made = Made(len(self._made), local, tensor._spec, False, False, tensor.is_inference())
+        self._made[id(tensor)] = made
+        return made
+
+    def _memories(self, tensor: Any) -> set[int]:
+        refs = [self.tape.find(part) for part in parts_of(tensor._held if isinstance(tensor, DTensor) else tensor)]
+        return {self.tape.memory_of[ref.number] for ref in refs if ref is not None}
+
     @staticmethod
     def _parts(tensor: torch.Tensor) -> tuple[int, ...]:
         return tuple(map(id, parts_of(local_of(tensor))))
@@ -168,3 +219,20 @@ class Leaving:
         return Sequenced(
             list, tuple(self.describe(value, f"{path}[{at}]", in_state=True) for at, value in enumerate(now))
         )
+
+
+def _settled_local(tensor: Any) -> torch.Tensor:
+    """The local of a tensor; that of a view as the recorded call has left it, which always counts as old in inference
+    mode."""
+    return tensor._local_tensor if tensor._copied_view is None else tensor._held
+
+
+def _chain(tensor: Any) -> list[Any]:
+    """How a view that shares no memory with its base was made, and how that was, if it is one, and so on."""
+    found: list[Any] = []
+    while tensor._copied_view is not None:
+        view = tensor._copied_view
+        tensor = view.args[0]
+        if view.op is not _DETACH or tensor._copied_view is None:  # else it has the elements of the view before
+            found.append(view)
+    return found

@@ -7,6 +7,7 @@ attributes are put together from its values afterwards.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import linecache
 import math
@@ -76,6 +77,7 @@ class Made(NamedTuple):
     spec: DTensorSpec | None
     requires_grad: bool
     is_spent: bool  # backward has gone through the graph that it came from
+    is_inference: bool | None = None  # an inference tensor; None: as the call is made
 
 
 class Sequenced(NamedTuple):
@@ -96,8 +98,8 @@ class _Spent(torch.autograd.Function):
     """Marks a tensor as one that backward has passed."""
 
     @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, made: torch.Tensor) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return made
+    def forward(ctx: Any, leaf: torch.Tensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return make()  # not an argument, of which the result would be a view
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -115,10 +117,10 @@ def built(shape: Any, values: dict[int, torch.Tensor], roots: Any, made: dict[in
             return roots[position]
         case Same(value):
             return value
-        case Made(number, local, spec, requires_grad, is_spent):
-            found = made.get(number)
+        case Made():
+            found = made.get(shape.number)
             if found is None:
-                found = made[number] = _tensor(local, spec, requires_grad, is_spent, values)
+                found = made[shape.number] = _tensor(shape, values)
             return found
         case Local():
             return _local(shape, values)
@@ -137,15 +139,21 @@ def _local(local: Local, values: dict[int, torch.Tensor]) -> torch.Tensor:
     return values[local.refs[0].number]
 
 
-def _tensor(
-    local: Local, spec: DTensorSpec | None, requires_grad: bool, is_spent: bool, values: dict[int, torch.Tensor]
-) -> torch.Tensor:
-    held = _local(local, values)
-    found = held if spec is None else dtensor_of(spec, held)
-    if is_spent:
+def _tensor(shape: Made, values: dict[int, torch.Tensor]) -> torch.Tensor:
+    held, spec = _local(shape.local, values), shape.spec
+
+    def make() -> torch.Tensor:
+        if spec is None:
+            return held
+        if shape.is_inference in (None, torch.is_inference_mode_enabled()):
+            return dtensor_of(spec, held)
+        with torch.inference_mode(shape.is_inference):
+            return dtensor_of(spec, held)
+
+    if shape.is_spent:
         with torch.enable_grad():
-            return _Spent.apply(torch.zeros((), requires_grad=True), found)  # pyright: ignore[reportReturnType]
-    return found.requires_grad_() if requires_grad else found
+            return _Spent.apply(torch.zeros((), requires_grad=True), make)  # pyright: ignore[reportReturnType]
+    return make().requires_grad_() if shape.requires_grad else make()
 
 
 # ---------------------------------------------------------------- the function
@@ -199,8 +207,18 @@ class Program:
         self._names: dict[int, str] = {}
         self.collectives = self._collectives()
         self.late = self._late() if self.overlap else {}
-        self.text = self._text()
-        self.run = self._function(self._issuing)
+        for name in ("text", "run"):  # of the program that this is a copy of
+            vars(self).pop(name, None)
+
+    @functools.cached_property
+    def text(self) -> str:
+        """The program in Python. Made when it is asked for: not for a program that a pass takes the place of."""
+        return self._text()
+
+    @functools.cached_property
+    def run(self) -> Callable[[Any], tuple[torch.Tensor, ...]]:
+        """The program as a function of the tensors that it is given, by number."""
+        return self._function(self._issuing)
 
     def _late(self) -> dict[int, int]:
         """The collectives that are waited for later, by position, with the index of the call that needs them."""
@@ -253,7 +271,7 @@ class Program:
     def announce(self, moves: Sequence[Collective]) -> None:
         """Take these as the collectives that routes announced."""
         self.facts = self.facts._replace(moves=tuple(moves))
-        self.text = self._text()
+        vars(self).pop("text", None)
 
     def settle(self) -> None:
         """Drop what is only needed while the program is compared with the step."""
@@ -297,6 +315,8 @@ class Program:
 
     def verifying(self) -> Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]:
         """The same function with the recorded results of collectives, without communication."""
+        if not self.collectives:
+            return self.run
         return self._function(lambda call, position: _repeating(self.received[position]))
 
     def _text(self) -> str:
@@ -409,6 +429,7 @@ class Program:
         return found
 
     def _function(self, collective: Callable[[Call, int], Callable[..., Any]]) -> Any:
+        text = self.text  # which names the operators
         names: dict[str, Any] = {"torch": torch, "constants": self.pool, "agreed": _agreed, "inf": math.inf}
         names |= self._operators
         for position, call in self.calls:
@@ -417,8 +438,8 @@ class Program:
             elif is_collective(call):
                 names[f"{collective_kind(call)}_{position}"] = collective(call, position)
         filename = f"<captured {self.name} {next(_numbers)}>"
-        linecache.cache[filename] = (len(self.text), None, self.text.splitlines(True), filename)
-        exec(compile(self.text, filename, "exec"), names)
+        linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
+        exec(compile(text, filename, "exec"), names)
         function = names[self.name]
         weakref.finalize(function, linecache.cache.pop, filename, None).atexit = False  # its text goes with it
         return function

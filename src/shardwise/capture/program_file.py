@@ -253,7 +253,7 @@ class _Writer:
                 return {"root": position}
             case Same(value):
                 return {"same": self.value(value)}
-            case Made(number, local, spec, requires_grad, is_spent):
+            case Made(number, local, spec, requires_grad, is_spent, _):
                 return {"made": number, "local": self.shape(local), "spec": self.spec(spec),
                         "requires_grad": requires_grad, "is_spent": is_spent}  # fmt: skip
             case Local(refs, is_ranks):

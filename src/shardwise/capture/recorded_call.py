@@ -21,6 +21,8 @@ from shardwise.capture.watch import Watch
 from shardwise.errors import UnsupportedError
 from shardwise.fabric.nondeterministic import own_results
 from shardwise.fabric.rank_generators import listen_to_states
+from shardwise.tensor import DTensor
+from shardwise.torch_private import tree_leaves
 
 __all__ = ["RecordedCall"]
 
@@ -77,6 +79,9 @@ class RecordedCall:
             self.watch,
         ):
             result = function(*args, **kwargs)
+            for leaf in tree_leaves(result):
+                if isinstance(leaf, DTensor):
+                    _ = leaf._local_tensor  # a view whose base was written to is computed again at its next use
             self._settle()
         self._refuse()
         return result

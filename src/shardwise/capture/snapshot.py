@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -64,7 +65,8 @@ class Snapshot:
         with torch.no_grad():
             for was in self.held:
                 for part, value in zip(was.parts, was.values, strict=True):
-                    part.copy_(value)
+                    with torch.inference_mode() if part.is_inference() else contextlib.nullcontext():
+                        _stored_once(part).copy_(value)
                 if was.tensor.__class__ is DTensor:
                     was.tensor._local_tensor, was.tensor._spec = was.local, was.spec  # pyright: ignore[reportAttributeAccessIssue]
                     vars(was.tensor).pop("_reduction", None)
@@ -79,8 +81,16 @@ def _held(tensor: torch.Tensor) -> Held:
     spec = tensor._spec if tensor.__class__ is DTensor else None  # pyright: ignore[reportAttributeAccessIssue]
     if spec is not None:
         vars(tensor).pop("_reduction", None)  # a cache, not state
-    values = tuple(part.detach().clone() for part in parts)
+    values = tuple(_stored_once(part.detach()).clone() for part in parts)
     return Held(tensor, local, spec, tensor.grad, tensor.requires_grad, parts, values)
+
+
+def _stored_once(part: torch.Tensor) -> torch.Tensor:
+    """A tensor without the repetitions that `expand` shows, which torch does not write to."""
+    for dim, (size, stride) in enumerate(zip(part.shape, part.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            part = part.narrow(dim, 0, 1)
+    return part
 
 
 def random_states(others: Sequence[torch.Generator] = ()) -> list[tuple[Any, torch.Tensor]]:

@@ -19,6 +19,7 @@ import torch
 from shardwise.capture.call_sites import CallSites
 from shardwise.errors import UnsupportedError
 from shardwise.events import is_library_file, user_line
+from shardwise.fabric.rank_generators import draws
 from shardwise.fabric.rank_tensor import RankTensor, parts_of
 from shardwise.fabric.shared_writes import written_arguments
 from shardwise.tensor import DTensor
@@ -26,20 +27,27 @@ from shardwise.torch_private import OpOverload, TorchDispatchMode, tree_flatten,
 
 __all__ = ["Call", "Const", "Geometry", "Ref", "Tape", "Unit", "ValueRead", "made_by", "refs_of", "refused"]
 
-_ASSERTED = (torch.ops.aten.equal.default, torch.ops.aten._local_scalar_dense.default)
-# Functions of the library that read values only to raise where they are not as they must be, or are zero.
-_CHECKS = frozenset({"agree", "check_agreement", "_gradient", "_is_zeros", "_same", "_words", "is_sequential"})
+_ASSERTED = (
+    torch.ops.aten.equal.default,
+    torch.ops.aten._local_scalar_dense.default,
+    torch.ops.aten.item.default,  # the same, called below autograd
+)
+# Functions of the library that read values only to raise where they are not as they must be.
+_CHECKS = frozenset({"agree", "check_agreement", "_gradient", "_same", "_words", "is_sequential"})
+_CONSTANT_CHECKS = frozenset(
+    {"_is_filled", "laid_out_gradient"}
+)  # those whose answer is fixed if the values depend on no tensor before
 _HERE, _OWN = (str(folder) for folder in Path(__file__).parents[:2])
 _MASKS = (torch.bool, torch.uint8)
 _LIFTS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 
 
-def _is_check() -> bool:
+def _is_check(names: frozenset[str] = _CHECKS) -> bool:
     """Whether a value is read by a check of the library, which must come out alike each time."""
     frame = sys._getframe(1)
     while frame is not None:
         filename, name = frame.f_code.co_filename, frame.f_code.co_name
-        if name in _CHECKS and filename.startswith(_OWN):
+        if name in names and filename.startswith(_OWN):
             return True
         if not is_library_file(filename):
             return False
@@ -151,9 +159,33 @@ def made_by(call: Call | Unit) -> list[Ref]:
     return [leaf for leaf in leaves if leaf.number not in given]
 
 
+class _Unwatched:
+    """Inside, `Watch` notes nothing: for code of the tape, which runs for each operator and calls none of the program.
+
+    Python calls it at each call and return of Python and of C, which was most of the time that recording took.
+    """
+
+    __slots__ = ("_previous",)
+
+    def __enter__(self) -> None:
+        self._previous = sys.getprofile()
+        sys.setprofile(None)
+
+    def __exit__(self, *_: Any) -> None:
+        sys.setprofile(self._previous)
+
+
 class _Memory(NamedTuple):
     storage: Any  # a weak reference
     values: list[tuple[int, Geometry]]
+
+
+class _Given(NamedTuple):
+    """The arguments of a call that is to be run."""
+
+    args: Any = ()
+    kwargs: Any = None
+    is_recorded: bool = False
 
 
 class Tape(TorchDispatchMode):
@@ -331,6 +363,18 @@ class Tape(TorchDispatchMode):
             return NotImplemented  # it comes back here as operators on locals
         if self._paused or func.namespace == "profiler":
             return func(*args, **kwargs)
+        with _Unwatched():
+            given = self._given(func, types, args, kwargs)
+        if given.__class__ is not _Given:
+            return given
+        result = func(*args, **kwargs)
+        if given.is_recorded:
+            with _Unwatched():
+                self._record(func, given.args, given.kwargs, result, args, kwargs)
+        return result
+
+    def _given(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """The arguments of a call as values of the tape; the result where it is known without running it."""
         for kind in types:
             if kind not in _ORDINARY and not getattr(kind, "is_gathered", False):
                 raise refused(f"{func} on a {kind.__name__}", "use other tensors")
@@ -338,17 +382,17 @@ class Tape(TorchDispatchMode):
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         if func in _LIFTS:
             return self._constant(func, args[0])
+        if func is torch.ops.aten.detach_.default:  # of a tensor that has no graph here; `torch.tensor` does so
+            return _Given()
         if tensors and all(tensor.is_meta for tensor in tensors):
-            return func(*args, **kwargs)  # sizes are worked out
+            return _Given()  # sizes are worked out
         if self.guards_reads and func in _ASSERTED and self._is_decision(tensors):
             return self._read(func, args)
         self._check(func, leaves)
         if self.only_checks:
-            return func(*args, **kwargs)
-        given_args, given_kwargs = tree_map(lambda leaf: self._leaf(func, leaf), (args, dict(kwargs)))
-        result = func(*args, **kwargs)
-        self._record(func, given_args, given_kwargs, result, args, kwargs)
-        return result
+            return _Given()
+        known_args, known_kwargs = tree_map(lambda leaf: self._leaf(func, leaf), (args, dict(kwargs)))
+        return _Given(known_args, known_kwargs, True)
 
     def _leaf(self, func: Any, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
@@ -380,7 +424,26 @@ class Tape(TorchDispatchMode):
 
     def _is_decision(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether values are read that are neither Python's own nor compared by a check of the library."""
-        return not all(map(self._is_constant, tensors)) and not _is_check()
+        if all(map(self._is_constant, tensors)) or _is_check():
+            return False
+        if not _is_check(_CONSTANT_CHECKS):
+            return True
+        return not self.only_checks and any(map(self._follows_from_state, tensors))
+
+    def _follows_from_state(self, tensor: torch.Tensor) -> bool:
+        """Whether a value may be another one on a later call: all but what operators make of no tensor at all."""
+        makers = {ref.number: call for call in self.calls for ref in made_by(call)}
+        written = {self.memory_of[number] for call in self.calls for number in call.writes}
+        waiting = [self.given("a check", tensor).number]
+        while waiting:
+            number = waiting.pop()
+            call = makers.get(number)
+            if not isinstance(call, Call) or draws(call.op) or call.op.namespace == "c10d":
+                return True
+            if self.memory_of[number] in written:
+                return True
+            waiting += [ref.number for ref in refs_of(call)]
+        return False
 
     def _read(self, func: OpOverload, args: tuple[Any, ...]) -> Any:
         """Read a value, and note it."""

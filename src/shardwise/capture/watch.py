@@ -42,6 +42,8 @@ _NOW = frozenset({"now", "utcnow", "today"})
 _ONLY_SHOWN = ("/warnings.py", "/linecache.py", "/traceback.py", "/tokenize.py", "/dataclasses.py", "/reprlib.py")
 _TORCH_READING = ("torch/_tensor_str.py", "torch/_tensor.py")
 _READING = frozenset({"_str", "_str_intern", "__array__", "__dlpack__"})
+_FROM_ANYWHERE = _VALUE_READS | _STATES  # refused also where code of a library calls them
+_CALLING_FOR_PROGRAM = ("torch/random.py", "torch/cuda/memory.py")  # as the standard library does
 
 
 _NAMED: dict[Any, frozenset[str]] = {"datetime": _NOW, "_thread": _THREADS}
@@ -64,6 +66,7 @@ class Watch:
         self._previous: Any = None
         self._collects = False
         self._seen: set[types.CodeType] = set()  # code that need not be looked at again
+        self._libraries: dict[types.CodeType, bool] = {}  # whether what code calls in C is no call of the program
 
     def __enter__(self) -> Watch:
         self._collects = gc.isenabled()
@@ -84,8 +87,17 @@ class Watch:
         if event == "call":
             if frame.f_code not in self._seen:
                 self._called(frame)
-        elif event == "c_call":
+        elif event == "c_call" and (arg.__name__ in _FROM_ANYWHERE or not self._is_of_library(frame.f_code)):
             self._called_c(frame, arg)
+
+    def _is_of_library(self, code: types.CodeType) -> bool:
+        """Whether calls of this code are none of the program; see `_calling`."""
+        found = self._libraries.get(code)
+        if found is None:
+            filename = code.co_filename
+            found = not (is_program_code(filename) or is_standard(filename) or filename.endswith(_CALLING_FOR_PROGRAM))
+            self._libraries[code] = found
+        return found
 
     def _called(self, frame: types.FrameType) -> None:
         code = frame.f_code
@@ -163,9 +175,7 @@ class Watch:
         """The code of the program that makes a call, also by way of the standard library."""
         while frame is not None and not is_program_code(frame.f_code.co_filename):
             filename = frame.f_code.co_filename
-            if filename.endswith(_ONLY_SHOWN) or not (
-                is_standard(filename) or filename.endswith(("torch/random.py", "torch/cuda/memory.py"))
-            ):
+            if filename.endswith(_ONLY_SHOWN) or not (is_standard(filename) or filename.endswith(_CALLING_FOR_PROGRAM)):
                 return None
             frame = frame.f_back
         return None if frame is None or self._is_paused() or _is_importing(frame) else frame

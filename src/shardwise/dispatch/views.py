@@ -38,6 +38,7 @@ __all__ = [
     "materialize",
     "push_back",
     "replace_local",
+    "version_of",
     "with_copied_views",
     "write",
 ]

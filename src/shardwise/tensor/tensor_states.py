@@ -98,11 +98,12 @@ class CopiedState(LaidOutTensor):
         """Take the view of its base again."""
         with recording(self._held):
             again = self._copied_view.again()
-            local, spec = again._held, SPEC.__get__(self)
-            if spec.broadcast and again._spec is not spec:  # a constant dim may have changed
+            # in inference mode torch counts no writes: its layout and local are read as they are, or it is made again
+            local, found, spec = again._held, SPEC.__get__(again), SPEC.__get__(self)
+            if spec.broadcast and found is not spec:  # a constant dim may have changed
                 spec = spec.materialized()
                 SPEC.__set__(self, spec)
-            LOCAL.__set__(self, local if again._spec is spec else bound_route(again._spec, spec).run(local))
+            LOCAL.__set__(self, local if found is spec else bound_route(found, spec).run(local))
 
     def requires_grad_(self, requires_grad: bool = True) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """As `torch.Tensor.requires_grad_`. A leaf detached from a lazy tensor (`nn.Parameter`) shares memory with it.
