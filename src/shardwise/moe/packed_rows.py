@@ -1,0 +1,50 @@
+"""Rows of several tensors as one tensor of bytes, so that one exchange carries them all.
+
+Each row has the bytes of a row of each tensor, one after another, at offsets that their dtypes can be viewed at.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+__all__ = ["PackedRows", "packed_rows"]
+
+
+class PackedRows(NamedTuple):
+    """Where the parts of a row of bytes are.
+
+    Args:
+        parts: for each tensor the first byte, the byte after its last, and the dtype.
+        size: the bytes of a row.
+    """
+
+    parts: tuple[tuple[int, int, torch.dtype], ...]
+    size: int
+
+    def empty(self, rows: int, device: torch.device) -> torch.Tensor:
+        """Memory for so many rows."""
+        return torch.empty((rows, self.size), dtype=torch.uint8, device=device)
+
+    def views(self, packed: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors in packed rows: matrices that share their memory."""
+        return [packed[:, start:end].view(dtype) for start, end, dtype in self.parts]
+
+
+def packed_rows(parts: Sequence[tuple[int, torch.dtype]]) -> PackedRows:
+    """How rows of so many elements of these dtypes are packed.
+
+    Example:
+        >>> packed_rows([(3, torch.bfloat16), (2, torch.float32)])
+        PackedRows(parts=((0, 6, torch.bfloat16), (8, 16, torch.float32)), size=16)
+    """
+    found, end, largest = [], 0, 1
+    for elements, dtype in parts:
+        item = dtype.itemsize
+        start = -(-end // item) * item
+        end, largest = start + elements * item, max(largest, item)
+        found.append((start, end, dtype))
+    return PackedRows(tuple(found), math.ceil(end / largest) * largest)
