@@ -239,7 +239,7 @@ def exchange_items(step: OwnerExchange, group: Any, line: Line, items: Items) ->
         sizes, arriving = (tuple(_by_coordinate(line, own)) for own in both)
         check_counts(step, (*sizes, *arriving))
     assert isinstance(sizes, tuple)
-    got = tuple(_exchanged_rows(group, line, tensor, sizes, arriving) for tensor in tensors)
+    got = tuple([_exchanged_rows(group, line, tensor, sizes, arriving) for tensor in tensors])
     return Items(got, arriving, sizes)
 
 

@@ -67,7 +67,8 @@ class Back:
             return self._returned(outputs, self._weights)
         if self._weights is not None:
             raise LayoutError(
-                "back: weights, and dispatch was given weights too", hint="give them to one of the two, dispatch or back"
+                "back: weights, and dispatch was given weights too",
+                hint="give them to one of the two, dispatch or back",
             )
         _check_weights("back", weights, self._shape)
         return self._returned(outputs, weights)

@@ -71,18 +71,19 @@ class ExpertRanks:
 
     def by_token(self, tokens: int, rest: tuple[int, ...] | None = None) -> RowLayout:
         """How tokens lie before they are sent, or numbers for each of them."""
-        return RowLayout(tokens, self.over, tuple([Shard(0) for _ in self.over]), rest)
-
-    def source(self, spec: DTensorSpec, rest: tuple[int, ...] | None = None) -> DTensorSpec:
-        """The layout that tokens of this one are exchanged from, or numbers for each token."""
-        found = self._sources.get((spec, rest))
+        found = self._by_token.get((tokens, rest))
         if found is None:
-            found = self._sources.keep_recent((spec, rest), self.by_token(spec.shape[0], rest).of(spec))
+            made = RowLayout(tokens, self.over, tuple([Shard(0) for _ in self.over]), rest)
+            found = self._by_token.keep_recent((tokens, rest), made)
         return found
 
     @cached_property
-    def _sources(self) -> BoundedCache[tuple[Any, ...], DTensorSpec]:
+    def _by_token(self) -> BoundedCache[tuple[Any, ...], RowLayout]:
         return BoundedCache(MAX_MESHES)
+
+    def source(self, spec: DTensorSpec, rest: tuple[int, ...] | None = None) -> DTensorSpec:
+        """The layout that tokens of this one are exchanged from, or numbers for each token."""
+        return self.by_token(spec.shape[0], rest).of(spec)
 
     def layout(self, per_rank: Sequence[int]) -> RowLayout:
         """How rows lie that are sorted by expert, so many for the experts of each rank along the axis."""

@@ -60,7 +60,18 @@ class LineSizes(LineRows):
         """Where the rows of each sender and expert begin among all."""
         return self.total[:-1] + np.cumsum(self.table, 0) - self.table
 
-    def arriving(self, me: int) -> tuple[np.ndarray, np.ndarray]:
+    def arriving(self, me: int) -> np.ndarray:
+        """Of the rows that a member gets, by sender and expert, one after another: how many they are (the second row).
+
+        And how much further each is put than it arrives (the first row), so that rows are in the order of the experts.
+        """
+        pieces, starts = self._pieces(me)
+        found = np.empty((2, pieces.size), dtype=np.int64)
+        found[1] = pieces.reshape(-1)
+        np.subtract(starts.reshape(-1), found[1].cumsum() - found[1], out=found[0])
+        return found
+
+    def _pieces(self, me: int) -> tuple[np.ndarray, np.ndarray]:
         """The rows that a member gets, by sender and expert, and where they begin there."""
         if not self.ranks.minors:
             first, last = self.ranks.first_experts[me : me + 2].tolist()
@@ -85,7 +96,7 @@ class LineSizes(LineRows):
         begin, (start, length) = self.begin[me], self.blocks
         low, high = np.maximum(begin, start[:, None]), np.minimum(begin + self.table[me], (start + length)[:, None])
         sent = np.maximum(high - low, 0).sum(1)
-        return tuple(sent.tolist()), tuple(self.arriving(me)[0].sum(1).tolist())
+        return tuple(sent.tolist()), tuple(self._pieces(me)[0].sum(1).tolist())
 
     def crossing(self) -> int:
         """The rows that go to another rank."""

@@ -26,12 +26,17 @@ class PackedRows(NamedTuple):
     size: int
 
     def empty(self, rows: int, device: torch.device) -> torch.Tensor:
-        """Memory for so many rows."""
-        return torch.empty((rows, self.size), dtype=torch.uint8, device=device)
+        """Memory for so many rows, in the dtype of the first tensor."""
+        dtype = self.parts[0][2]
+        return torch.empty((rows, self.size // dtype.itemsize), dtype=dtype, device=device)
 
     def views(self, packed: torch.Tensor) -> list[torch.Tensor]:
         """The tensors in packed rows: matrices that share their memory."""
-        return [packed[:, start:end].view(dtype) for start, end, dtype in self.parts]
+        found = []
+        for start, end, dtype in self.parts:
+            whole = packed if dtype is packed.dtype else packed.view(dtype)
+            found.append(whole[:, start // dtype.itemsize : end // dtype.itemsize])
+        return found
 
 
 def packed_rows(parts: Sequence[tuple[int, torch.dtype]]) -> PackedRows:

@@ -20,7 +20,7 @@ from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.base import device_of, fabric_of
 from shardwise.moe.expert_ranks import ExpertRanks
-from shardwise.moe.line_sizes import LineSizes, begins, expected_sizes, read_sizes
+from shardwise.moe.line_sizes import LineSizes, expected_sizes, read_sizes
 from shardwise.moe.token_maps import (
     LineRows,
     RowLayout,
@@ -168,13 +168,14 @@ class RoutingPlan:
     @cached_property
     def offs(self) -> Any:
         """The end of each expert's rows, on each rank those of its experts."""
-        ranks, starts = self.ranks, begins(np.array(self.per_rank))
+        ranks, per_rank = self.ranks, self.per_rank
 
         def ends(at: Coordinate, line: torch.Tensor) -> torch.Tensor:
             rank, owned, total = at[ranks.axis], ranks.owned(at), self.lines[number_of(line)].total
-            own = total[owned.start + 1 : owned.stop + 1] + (starts[rank] - total[owned.start])
-            own[-1:] = starts[rank + 1]  # empty rows at the end belong to the last expert
-            return self._on_device(own.astype(np.int32))
+            start = sum(per_rank[:rank])
+            own = (total[owned.start + 1 : owned.stop + 1] + (start - total[owned.start])).astype(np.int32)
+            own[-1:] = start + per_rank[rank]  # empty rows at the end belong to the last expert
+            return self._on_device(own)
 
         return dtensor_of(ranks.ends_spec, fabric_of(ranks.mesh).map(ranks.mesh, ends, self.line))
 
@@ -271,11 +272,10 @@ def _slots(sizes: LineSizes, me: int, count: int, order: torch.Tensor) -> Exchan
     """
     yield from ()
     device = order.device
-    pieces, starts = sizes.arriving(me)
-    arriving, flat = int(pieces.sum()), pieces.reshape(-1)
-    numbers = torch.from_numpy(np.stack((starts.reshape(-1) - flat.cumsum() + flat, flat)))
-    numbers = numbers if device.type == "cpu" else numbers.to(device, non_blocking=True)
-    placed = torch.repeat_interleave(numbers[0], numbers[1], output_size=arriving)
+    numbers = sizes.arriving(me)
+    arriving = int(numbers[1].sum())
+    shift, times = torch.from_numpy(numbers).to(device, non_blocking=True).unbind()
+    placed = torch.repeat_interleave(shift, times, output_size=arriving)
     rows = torch.arange(arriving, device=device)
     placed += rows
     of_row = torch.empty_like(rows).scatter_(0, placed, rows)

@@ -53,7 +53,7 @@ __all__ = [
     "weighted",
 ]
 
-MAX_STEPS = 256
+MAX_STEPS, MAX_SPECS = 256, 16
 SUM = Partial()  # the one that a linear map passes on as it is
 Counts = tuple[tuple[int, ...], tuple[int, ...]]  # rows to each member, and from each
 
@@ -94,9 +94,14 @@ class RowLayout:
     axes: tuple[int, ...]
     placements: tuple[Placement, ...]
     rest: tuple[int, ...] | None = None
+    _made: BoundedCache[DTensorSpec, DTensorSpec] = field(default_factory=lambda: BoundedCache(MAX_SPECS))
 
     def of(self, spec: DTensorSpec) -> DTensorSpec:
         """A spec with its rows in this layout; axes that split none keep their placement."""
+        found = self._made.get(spec)
+        return found if found is not None else self._made.keep(spec, self._of(spec))
+
+    def _of(self, spec: DTensorSpec) -> DTensorSpec:
         placements = list(spec.placements)
         for axis, placement in enumerate(placements):
             rows = isinstance(placement, AnyShard) and (placement.dim == 0 or self.rest is not None)

@@ -151,14 +151,15 @@ def _sending(plan: RoutingPlan, packing: PackedRows, at: Coordinate, own: list[t
     line, ids, to, goes, *given = own
     me, sizes = plan.ranks.member(at), plan.lines[number_of(line)]
     sent, arriving = sizes.tokens.between(me)
-    member, send = _pairs(goes, sum(sent))
+    pairs = _pairs(goes, sum(sent))
+    send = pairs[:, 1].contiguous()
     packed = packing.empty(send.shape[0], ids.device)
     *rows, numbers = packing.views(packed)
     for tensor, part in zip(given, rows, strict=True):
         torch.index_select(tensor.reshape(tensor.shape[0], part.shape[1]), 0, send, out=part)
     torch.index_select(ids.to(numbers.dtype), 0, send, out=numbers)
     if plan.ranks.minors:  # an expert may be on several ranks
-        numbers.masked_fill_(to.index_select(0, send) != member.unsqueeze(1), -1)
+        numbers.masked_fill_(to.index_select(0, send) != pairs[:, :1], -1)
     got = yield Items((packed,), sent, arriving)
     *rows, numbers = packing.views(got.tensors[0])
     chosen = _by_expert(plan, at, numbers, sum(sizes.between(me)[1]))
@@ -171,17 +172,16 @@ def _sending(plan: RoutingPlan, packing: PackedRows, at: Coordinate, own: list[t
     return found
 
 
-def _pairs(goes: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _pairs(goes: torch.Tensor, count: int) -> torch.Tensor:
     """The member and the token of each row that is sent, by member, then by token."""
     if goes.is_meta:
-        return goes.new_empty(count, dtype=torch.int64), goes.new_empty(count, dtype=torch.int64)
-    pairs = torch.nonzero_static(goes, size=count)
-    return pairs[:, 0], pairs[:, 1].contiguous()
+        return goes.new_empty((count, 2), dtype=torch.int64)
+    return torch.nonzero_static(goes, size=count)
 
 
 def _by_expert(plan: RoutingPlan, at: Coordinate, numbers: torch.Tensor, count: int) -> torch.Tensor:
     """Of the numbers of experts that arrive, `[rows, k]`, those of this rank's experts, sorted by expert."""
-    keys = numbers.reshape(-1) - plan.ranks.owned(at).start
+    keys = numbers.reshape(-1).sub_(plan.ranks.owned(at).start)
     keys.bitwise_and_(torch.iinfo(keys.dtype).max)  # those of ranks before, and -1, are larger than all
     chosen = torch.sort(keys, stable=True)[1][:count]
     empty = plan.ranks.length(plan.per_rank, at) - count

@@ -123,8 +123,12 @@ def _run(
 # ---------------------------------------------------------------- on the locals of one rank
 
 
+def _column(factors: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return factors.view(-1, *[1] * (rows.dim() - 1))
+
+
 def _times(rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
-    product = rows * (factors.unsqueeze(1) if rows.dim() == 2 else factors.view(-1, *[1] * (rows.dim() - 1)))
+    product = rows * _column(factors, rows)
     return product if product.dtype is rows.dtype else product.to(rows.dtype)
 
 
@@ -146,19 +150,23 @@ def _weighted_here(tokens: TokenMap, at: Coordinate, own: list[torch.Tensor], sp
 def _rows_there(tokens: TokenMap, at: Coordinate, own: list[torch.Tensor], spec: DTensorSpec) -> Exchanging:
     line, send, gather, grad, factors, _ = own
     got = yield Items((grad.index_select(0, send),), *tokens.between(line, at))
-    return (_times(got.tensors[0].index_select(0, gather), factors),)
+    there = got.tensors[0].index_select(0, gather)
+    return (there.mul_(_column(factors, there)),)
 
 
 def _weights_there(tokens: TokenMap, at: Coordinate, own: list[torch.Tensor], spec: DTensorSpec) -> Exchanging:
     line, send, gather, grad, factors, rows = own
     got = yield Items((grad.index_select(0, send),), *tokens.between(line, at))
     there = got.tensors[0].index_select(0, gather)
-    return _times(there, factors), _dot(there, rows).to(factors.dtype)
+    of_factors = _dot(there, rows).to(factors.dtype)
+    return there.mul_(_column(factors, there)), of_factors
 
 
 def _rows_here(tokens: TokenMap, at: Coordinate, own: list[torch.Tensor], spec: DTensorSpec) -> Exchanging:
     line, send, gather, _, _, grad, weights, _ = own
-    got = yield Items((_times(grad, weights.reshape(-1)).index_select(0, send),), *tokens.between(line, at))
+    rows = grad.index_select(0, send)
+    rows.mul_(_column(weights.reshape(-1).index_select(0, send), rows))
+    got = yield Items((rows,), *tokens.between(line, at))
     return (got.tensors[0].index_select(0, gather),)
 
 
