@@ -80,6 +80,7 @@ from shardwise.plan.step import (
     Unreduce,
     reduction,
 )
+from shardwise.rules.owner_programs import Items
 from shardwise.torch_private import dispatch_mode_count
 
 __all__ = ["C10dFabric", "c10d"]

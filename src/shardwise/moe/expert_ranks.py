@@ -71,10 +71,12 @@ class ExpertRanks:
 
     def by_token(self, tokens: int, rest: tuple[int, ...] | None = None) -> RowLayout:
         """How tokens lie before they are sent, or numbers for each of them."""
-        found = self._by_token.get((tokens, rest))
+        kept = tokens.__class__ is int  # a symbol belongs to one graph
+        found = self._by_token.get((tokens, rest)) if kept else None
         if found is None:
-            made = RowLayout(tokens, self.over, tuple([Shard(0) for _ in self.over]), rest)
-            found = self._by_token.keep_recent((tokens, rest), made)
+            found = RowLayout(tokens, self.over, tuple([Shard(0) for _ in self.over]), rest)
+            if kept:
+                self._by_token.keep_recent((tokens, rest), found)
         return found
 
     @cached_property

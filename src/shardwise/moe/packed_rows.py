@@ -39,17 +39,17 @@ class PackedRows(NamedTuple):
         return found
 
 
-def packed_rows(parts: Sequence[tuple[int, torch.dtype]]) -> PackedRows:
-    """How rows of so many elements of these dtypes are packed.
+def packed_rows(parts: Sequence[tuple[Sequence[int], torch.dtype]]) -> PackedRows:
+    """How rows of these shapes and dtypes are packed.
 
     Example:
-        >>> packed_rows([(3, torch.bfloat16), (2, torch.float32)])
+        >>> packed_rows([((3,), torch.bfloat16), ((2,), torch.float32)])
         PackedRows(parts=((0, 6, torch.bfloat16), (8, 16, torch.float32)), size=16)
     """
     found, end, largest = [], 0, 1
-    for elements, dtype in parts:
+    for shape, dtype in parts:
         item = dtype.itemsize
         start = -(-end // item) * item
-        end, largest = start + elements * item, max(largest, item)
+        end, largest = start + math.prod(shape) * item, max(largest, item)
         found.append((start, end, dtype))
-    return PackedRows(tuple(found), math.ceil(end / largest) * largest)
+    return PackedRows(tuple(found), -(-end // largest) * largest)

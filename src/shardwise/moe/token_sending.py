@@ -18,9 +18,10 @@ from shardwise.compilers import never_traced
 from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.base import fabric_of
-from shardwise.moe.packed_rows import PackedRows, packed_rows
+from shardwise.moe.packed_rows import packed_rows
 from shardwise.moe.routing_plan import RoutingPlan, TokenArrays
 from shardwise.moe.token_maps import announce, mapped, number_of, summed
+from shardwise.plan.step import TokenExchange
 from shardwise.rules.owner_programs import Exchanging, Items
 from shardwise.tensor import apply_function, dtensor_of, moved, wants_derivatives
 from shardwise.tensor.autograd_functions import laid_out_gradient
@@ -98,16 +99,14 @@ def _sent(plan: RoutingPlan, x: Any, weights: Any) -> tuple[Any, Any]:
 
 def _exchange(plan: RoutingPlan, given: Sequence[Any]) -> list[torch.Tensor]:
     """Send rows of these tensors with the numbers of their experts; the plan then knows its `received` arrays."""
-    ranks, ids = plan.ranks, plan.ids
-    parts = [_row_of(tensor._spec) for tensor in given]
-    packing = packed_rows([*parts, (plan.choices, torch.int16 if ranks.experts <= FEW_EXPERTS else torch.int32)])
-    step = _step(plan, given[0]._spec if given else ids._spec, packing, len(given))
+    ids = plan.ids
+    step = _step(plan, [tensor._spec for tensor in given], plan.choices)
 
     def start(at: Coordinate, own: list[torch.Tensor]) -> Exchanging:
-        return _sending(plan, packing, at, own)
+        return _sending(plan, at, own)
 
     locals_ = [plan.line, ids._local_tensor, *plan.counted[1:], *[tensor._local_tensor for tensor in given]]
-    send, gather, chosen, *found = fabric_of(ranks.mesh).exchange_by_owner(step, start, locals_)
+    send, gather, chosen, *found = fabric_of(plan.ranks.mesh).exchange_by_owner(step, start, locals_)
     plan.received = TokenArrays(send, gather, chosen)
     return found
 
@@ -115,11 +114,10 @@ def _exchange(plan: RoutingPlan, given: Sequence[Any]) -> list[torch.Tensor]:
 def _returned(plan: RoutingPlan, rows: Any, weights: Any, sides: Any) -> tuple[Any, Any]:
     """The gradients of tokens and of weights, of those of rows and of their weights: one exchange."""
     of_x, of_weights = sides[0][0], sides[1][0]
-    packing = packed_rows([_row_of(of_x), _row_of(of_weights)])
-    step = _step(plan, of_x, packing, 2)
+    step = _step(plan, [of_x, of_weights], 0)
 
     def start(at: Coordinate, own: list[torch.Tensor]) -> Exchanging:
-        return _returning(plan, packing, at, own, of_x.local_shape(at))
+        return _returning(plan, at, own, of_x.local_shape(at))
 
     assert plan.received is not None, "the tokens were sent"
     locals_ = [plan.line, *plan.received, rows._local_tensor, weights._local_tensor]
@@ -127,32 +125,35 @@ def _returned(plan: RoutingPlan, rows: Any, weights: Any, sides: Any) -> tuple[A
     return dtensor_of(of_x, found[0]), dtensor_of(of_weights, found[1])
 
 
-def _row_of(spec: DTensorSpec) -> tuple[int, torch.dtype]:
-    return math.prod(spec.largest_local_shape[1:]), spec.tensor_meta.dtype
+def _step(plan: RoutingPlan, specs: Sequence[DTensorSpec], numbers: int) -> TokenExchange:
+    """The step of an exchange of packed rows of these layouts, with so many numbers of experts: listeners are told."""
+    first = specs[0] if specs else plan.ids._spec
+
+    def row_bytes() -> int:
+        parts = [(spec.largest_local_shape[1:], spec.tensor_meta.dtype) for spec in specs]
+        return packed_rows([*parts, ((numbers,), _number_dtype(plan))] if numbers else parts).size
+
+    what = ("numbers of tokens", "tokens", "tokens and weights")[len(specs)]
+    after = plan.target.of if specs else lambda spec: spec
+    return announce(first, lambda: after(first), plan.ranks.over, what, plan.crossing, row_bytes)
 
 
-def _step(plan: RoutingPlan, spec: DTensorSpec, packing: PackedRows, parts: int) -> Any:
-    """The step of an exchange of packed rows, for a token each: listeners are told of it."""
-    return announce(
-        spec,
-        lambda: spec if parts == 0 else plan.target.of(spec),
-        plan.ranks.over,
-        ("numbers of tokens", "tokens", "tokens and weights")[parts],
-        plan.crossing,
-        lambda: packing.size,
-    )
+def _number_dtype(plan: RoutingPlan) -> torch.dtype:
+    return torch.int16 if plan.ranks.experts <= FEW_EXPERTS else torch.int32
 
 
 # ---------------------------------------------------------------- on the locals of one rank
 
 
-def _sending(plan: RoutingPlan, packing: PackedRows, at: Coordinate, own: list[torch.Tensor]) -> Exchanging:
+def _sending(plan: RoutingPlan, at: Coordinate, own: list[torch.Tensor]) -> Exchanging:
     """Gives `TokenArrays`, the rows of the experts if there are tokens, and their weights if there are some."""
     line, ids, to, goes, *given = own
     me, sizes = plan.ranks.member(at), plan.lines[number_of(line)]
     sent, arriving = sizes.tokens.between(me)
     pairs = _pairs(goes, sum(sent))
     send = pairs[:, 1].contiguous()
+    parts = [(tensor.shape[1:], tensor.dtype) for tensor in given]  # columns may be split unequally over another axis
+    packing = packed_rows([*parts, (ids.shape[1:], _number_dtype(plan))])
     packed = packing.empty(send.shape[0], ids.device)
     *rows, numbers = packing.views(packed)
     for tensor, part in zip(given, rows, strict=True):
@@ -188,13 +189,12 @@ def _by_expert(plan: RoutingPlan, at: Coordinate, numbers: torch.Tensor, count: 
     return F.pad(chosen, (0, empty), value=numbers.numel()) if empty else chosen
 
 
-def _returning(
-    plan: RoutingPlan, packing: PackedRows, at: Coordinate, own: list[torch.Tensor], shape: Sequence[int]
-) -> Exchanging:
+def _returning(plan: RoutingPlan, at: Coordinate, own: list[torch.Tensor], shape: Sequence[int]) -> Exchanging:
     """Gives the gradients of this rank's tokens, of this shape, and of their weights."""
     line, send, gather, chosen, rows, weights = own
     sent, arriving = plan.lines[number_of(line)].tokens.between(plan.ranks.member(at))
     count, choices = sum(arriving), plan.choices
+    packing = packed_rows([(rows.shape[1:], rows.dtype), ((choices,), weights.dtype)])
     packed = packing.empty(count, rows.device)
     tokens, numbers = packing.views(packed)
     tokens.copy_(summed(rows.reshape(rows.shape[0], tokens.shape[1]), gather, count))
