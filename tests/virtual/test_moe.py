@@ -204,7 +204,8 @@ def test_bytes_are_those_of_tokens_that_cross_once(
 # ---------------------------------------------------------------- around it
 
 
-def test_slices_of_a_virtual_mesh_have_their_own_tokens() -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_slices_of_a_virtual_mesh_have_their_own_tokens(early: bool) -> None:
     """Each slice of the experts' axis its own batch, as under data parallelism; sizes differ from slice to slice."""
     mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))["ep"]
     torch.manual_seed(0)
@@ -213,13 +214,16 @@ def test_slices_of_a_virtual_mesh_have_their_own_tokens() -> None:
     weights = torch.randn(4, 4, 8)
     x = sw.DTensor.from_local(sw.RankTensor(parts), mesh, [S0]).requires_grad_()
     where = sw.DTensor.from_local(sw.RankTensor(ids), mesh, [S0])
-    rows, back = sw.moe.dispatch(x, where, 4)
+    chances = torch.rand(3, 2)  # of the tokens of each rank
+    scale = sw.DTensor.from_local(sw.RankTensor([chances] * 4), mesh, [S0]) if early else None
+    rows, back = sw.moe.dispatch(x, where, 4, weights=scale)
     y = back(F.grouped_mm(rows, laid(weights, mesh, [S0]), offs=back.offs).cos())
     y.sum().backward()
     assert x.grad is not None
     for at in (0, 2):
         plain = torch.cat(parts[at : at + 2]).requires_grad_()
-        one, one_back = sw.moe.dispatch(plain, torch.cat(ids[at : at + 2]), 4)
+        scale = chances.repeat(2, 1) if early else None
+        one, one_back = sw.moe.dispatch(plain, torch.cat(ids[at : at + 2]), 4, weights=scale)
         wanted = one_back(F.grouped_mm(one, weights, offs=one_back.offs).cos())
         wanted.sum().backward()
         for found, expected in ((y, wanted), (x.grad, plain.grad)):

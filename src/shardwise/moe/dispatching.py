@@ -41,6 +41,7 @@ class Back:
     offs: Any
     counts: Any
     _weights: Any = None  # as given to `dispatch`
+    _version: int | None = None  # of their memory then
 
     def __init__(self, offs: Any, counts: Any, shape: tuple[int, int], rows: int, capacity: int | None = None) -> None:
         self.offs, self.counts, self.capacity = offs, counts, capacity
@@ -64,14 +65,33 @@ class Back:
                 hint="give it a row for each row of the tokens that dispatch returned",
             )
         if weights is None:
-            return self._returned(outputs, self._weights)
-        if self._weights is not None:
+            weights = self._kept_weights()
+        elif self._weights is not None:
             raise LayoutError(
                 "back: weights, and dispatch was given weights too",
-                hint="give them to one of the two, dispatch or back",
+                hint="give them to dispatch or to back, not to both",
             )
-        _check_weights("back", weights, self._shape)
+        else:
+            _check_weights("back", weights, self._shape)
+        if weights is not None and weights.is_complex() and not outputs.is_complex():
+            raise LayoutError(
+                f"back: weights of dtype {weights.dtype} for outputs of dtype {outputs.dtype}, which the results have",
+                hint="make the outputs complex, or give real weights",
+            )
         return self._returned(outputs, weights)
+
+    def _keep_weights(self, weights: Any) -> Any:
+        self._weights, self._version = weights, _version(weights)
+        return self
+
+    def _kept_weights(self) -> Any:
+        """The weights that `dispatch` was given. Some have been sent, so all must be as they were then."""
+        if self._version is not None and self._version != _version(self._weights):
+            raise LayoutError(
+                "back: the weights that dispatch was given have been changed in place",
+                hint="give dispatch a clone of them, or give them to back",
+            )
+        return self._weights
 
     def weights_of_rows(self, weights: Any) -> Any:
         """A number for each dispatched row of one for each choice, `[T, k]`: to scale tokens before their experts.
@@ -107,10 +127,10 @@ class OneDeviceBack(Back):
 class PlannedBack(Back):
     """On a mesh, with sizes that depend on values."""
 
-    def __init__(self, plan: RoutingPlan, weights: Any = None, of_rows: Any = None) -> None:
+    def __init__(self, plan: RoutingPlan, of_rows: Any) -> None:
         self._plan, self.capacity = plan, None
         self._shape, self._rows = plan.shape, sum(plan.per_rank)
-        self._weights, self._of_rows = weights, of_rows  # as given to dispatch, and the weights of its rows
+        self._of_rows = of_rows  # the weights of its rows, if dispatch was given weights
 
     def _returned(self, outputs: Any, weights: Any) -> Any:
         if weights is None:
@@ -242,7 +262,7 @@ def _with_sizes(x: Any, ids: Any, weights: Any, experts: int, over: tuple[int, .
     ranks = expert_ranks(x._spec.mesh, over, axis, experts)
     plan = plan_of(ranks, moved(ids, ranks.source(ids._spec, tuple(ids.shape[1:]))))
     rows, of_rows = sent_tokens(x, weights, plan)
-    return rows, PlannedBack(plan, weights, of_rows)
+    return rows, PlannedBack(plan, of_rows)._keep_weights(weights)
 
 
 def _with_capacity(
@@ -251,8 +271,8 @@ def _with_capacity(
     """On a mesh, with `capacity` slots on each of `members` ranks for each expert."""
     rows, slots, offs, counts = slotted_rows(x, ids, experts, over, axis, capacity)
     back = SlotsBack(offs, counts, (ids.shape[0], ids.shape[1]), experts * members * capacity, capacity)
-    back._slots, back._axis, back._weights = slots, axis, weights
-    return rows, back
+    back._slots, back._axis = slots, axis
+    return rows, back._keep_weights(weights)
 
 
 def _checked_ids(x: Any, ids: Any) -> Any:
@@ -266,7 +286,7 @@ def _checked_ids(x: Any, ids: Any) -> Any:
     if ids.dim() != 2 or x.dim() < 1 or ids.shape[0] != x.shape[0] or not integers or ids.shape[1] < 1:
         raise LayoutError(
             f"dispatch: expert_ids of shape {tuple(ids.shape)} and dtype {ids.dtype} for x of shape {tuple(x.shape)}",
-            hint="x is [T, ...] and expert_ids [T, k] of integers",
+            hint="x is [T, ...] and expert_ids [T, k] of integers; with one expert for each token, unsqueeze(1)",
         )
     return ids if ids.dtype in INDICES else ids.long()  # bytes would be masks where they index
 
@@ -276,6 +296,13 @@ def _check_sizes(experts: int, capacity: int | None, groups: int | None) -> None
         raise LayoutError(
             f"dispatch: num_experts={experts}, capacity={capacity}, groups={groups}", hint="each is at least 1"
         )
+
+
+def _version(tensor: Any) -> int | None:
+    """A number that changes with each write in place; None where there is none."""
+    if tensor is None or is_dynamo_compiling() or is_tracing() or tensor.is_inference():
+        return None
+    return tensor._version
 
 
 def _check_weights(where: str, weights: Any, shape: tuple[int, int]) -> None:
@@ -311,9 +338,9 @@ def _on_one_device(
         rows = _first_rows(rows, expert, experts, capacity, groups, choices, tokens)
         ends = torch.arange(1, experts + 1, device=flat.device) * (groups * capacity)
     back = OneDeviceBack(ends.to(torch.int32), counts, (tokens, choices), len(rows), capacity)
-    back._order, back._weights = rows, weights
+    back._order = rows
     padded = x if capacity is None else torch.cat([x, x.new_zeros((1, *x.shape[1:]))])
-    return padded.index_select(0, rows.div(choices, rounding_mode="floor")), back
+    return padded.index_select(0, rows.div(choices, rounding_mode="floor")), back._keep_weights(weights)
 
 
 def _first_rows(

@@ -92,9 +92,9 @@ def _is_packed(plan: RoutingPlan, rows: Any, weights: Any, sides: Any) -> bool:
 
 def _sent(plan: RoutingPlan, x: Any, weights: Any) -> tuple[Any, Any]:
     """Tokens, and weights if given, in the layouts that they are sent from: the rows and numbers of the experts."""
-    rows, *of_rows = _exchange(plan, (x,) if weights is None else (x, weights))
-    made = dtensor_of(plan.tokens.layouts(x._spec, False)[1], rows)
-    return made, dtensor_of(plan.of_rows(weights._spec), of_rows[0]) if of_rows else None
+    found = _exchange(plan, (x,) if weights is None else (x, weights))
+    rows = dtensor_of(plan.tokens.layouts(x._spec, False)[1], found[0])
+    return rows, None if weights is None else dtensor_of(plan.of_rows(weights._spec), found[1])
 
 
 def _exchange(plan: RoutingPlan, given: Sequence[Any]) -> list[torch.Tensor]:
@@ -108,6 +108,7 @@ def _exchange(plan: RoutingPlan, given: Sequence[Any]) -> list[torch.Tensor]:
     locals_ = [plan.line, ids._local_tensor, *plan.counted[1:], *[tensor._local_tensor for tensor in given]]
     send, gather, chosen, *found = fabric_of(plan.ranks.mesh).exchange_by_owner(step, start, locals_)
     plan.received = TokenArrays(send, gather, chosen)
+    del plan.counted[1:]  # the rest is not needed again
     return found
 
 
