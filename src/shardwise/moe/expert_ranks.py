@@ -23,6 +23,7 @@ from shardwise.moe.token_maps import RowLayout, member_of
 __all__ = ["ExpertRanks", "expert_ranks", "expert_sizes"]
 
 MAX_MESHES = 64
+FEW_EXPERTS = 2**14  # differences of such numbers, and their sign, fit in 16 bits
 
 
 def expert_sizes(experts: int, ranks: int) -> tuple[int, ...]:
@@ -68,6 +69,11 @@ class ExpertRanks:
     def chunk(self) -> int:
         """The number of experts of a rank that has all it can have."""
         return -(-self.experts // self.mesh.shape[self.axis])
+
+    @cached_property
+    def number_dtype(self) -> torch.dtype:
+        """Of the numbers of experts that go with tokens."""
+        return torch.int16 if self.experts <= FEW_EXPERTS else torch.int32
 
     def by_token(self, tokens: int, rest: tuple[int, ...] | None = None) -> RowLayout:
         """How tokens lie before they are sent, or numbers for each of them."""

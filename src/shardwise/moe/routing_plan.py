@@ -7,7 +7,7 @@ experts (`token_sending`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -77,7 +77,6 @@ class RoutingPlan:
         lines: the sizes of each line of ranks.
         per_rank: the rows of the experts of each rank along the axis, the largest of all lines.
         line: for each rank here the number of its line.
-        ids: the experts of each token.
         counted: for each rank here what it found when it counted: see `_counting`.
         received: with several choices, the arrays of the tokens, once they have arrived.
     """
@@ -87,23 +86,35 @@ class RoutingPlan:
     lines: Mapping[int, LineSizes]
     per_rank: list[int]
     line: torch.Tensor
-    ids: Any
     counted: list[torch.Tensor]
     received: TokenArrays | None = None
     _of_rows: dict[DTensorSpec, DTensorSpec] = field(default_factory=dict)
 
     @cached_property
     def slot_arrays(self) -> SlotArrays:
-        """Of the rows of all choices. Nothing is exchanged."""
-        ranks = self.ranks
+        """Of the rows of all choices. Nothing is exchanged; with one choice they come with the tokens."""
 
         def arrive(at: Coordinate, own: list[torch.Tensor]) -> Exchanging:
-            order, line = own
-            count = ranks.length(self.per_rank, at)
-            return _slots(self.lines[number_of(line)], ranks.member(at), count, order)
+            yield from ()
+            return self.slots_of_rank(at, *own)
 
+        ranks, locals_ = self.ranks, [self.line, self.counted[0]]
         step = quiet_step(ranks.ends_spec, ranks.over, "rows")
-        return SlotArrays(*fabric_of(ranks.mesh).exchange_by_owner(step, arrive, [self.counted[0], self.line]))
+        return SlotArrays(*fabric_of(ranks.mesh).exchange_by_owner(step, arrive, locals_))
+
+    def slots_of_rank(self, at: Coordinate, line: torch.Tensor, order: torch.Tensor) -> SlotArrays:
+        """The rows of all choices that arrive at a rank, in the order of their experts."""
+        device, ranks = order.device, self.ranks
+        numbers = self.lines[number_of(line)].arriving(ranks.member(at))
+        arriving, count = int(numbers[1].sum()), ranks.length(self.per_rank, at)
+        shift, times = torch.from_numpy(numbers).to(device, non_blocking=True).unbind()
+        placed = torch.repeat_interleave(shift, times, output_size=arriving)
+        rows = torch.arange(arriving, device=device)
+        placed += rows
+        of_row = torch.empty_like(rows).scatter_(0, placed, rows)
+        if count > arriving:  # the last ones are empty
+            of_row = F.pad(of_row, (0, count - arriving), value=arriving)
+        return SlotArrays(order, of_row, placed, _inverse(order))
 
     @cached_property
     def target(self) -> RowLayout:
@@ -200,33 +211,35 @@ class RoutingPlan:
 # ---------------------------------------------------------------- programs of one rank
 
 
-def _told(own: torch.Tensor, members: int) -> Items:
+def _told(own: torch.Tensor, members: int, meanwhile: Callable[[], object] | None = None) -> Items:
     """A row of numbers that each member is told."""
     own = own if own.dtype is torch.int32 else own.to(torch.int32)
-    return Items((own.expand(members, -1),), (1,) * members, (1,) * members)
+    return Items((own.expand(members, -1),), (1,) * members, (1,) * members, meanwhile)
 
 
 def _counting(ranks: ExpertRanks, me: int, ids: torch.Tensor) -> Exchanging:
     """What each member has for each expert. Gives the table, and the order of the rows of this rank by receiver.
 
-    With several choices also the receiver of each choice, `[T, k]`, and whether a member gets a token, `[members, T]`.
+    With several choices also the experts of each choice as they are sent, their receivers, both `[T, k]`, and whether a
+    member gets a token, `[members, T]`.
     A row of the table is where the rows of each expert begin and end, the number of all rows, and the distinct tokens
     for each member: a token that goes to one rank for several experts goes once.
     """
     choices = ids.shape[1]
     flat = ids.reshape(-1)
     if ranks.minors:
-        return (yield from _counting_first(ranks, me, flat, choices))
+        return (yield from _counting_first(ranks, me, ids, flat))
     order, bounds = ranks.sorted(flat)
     if choices == 1:
         return (yield _told(bounds, ranks.members)).tensors[0], order
     to = ids.div(ranks.chunk, rounding_mode="floor")
     goes = (to == ranks.numbers(to)).any(2)
-    told = torch.cat([bounds, goes.sum(1, dtype=torch.int32)])
-    return (yield _told(told, ranks.members)).tensors[0], order, to, goes
+    told, numbers = torch.cat([bounds, goes.sum(1, dtype=torch.int32)]), list[torch.Tensor]()
+    table = yield _told(told, ranks.members, lambda: numbers.append(ids.to(ranks.number_dtype)))
+    return table.tensors[0], order, *numbers, to, goes
 
 
-def _counting_first(ranks: ExpertRanks, me: int, flat: torch.Tensor, choices: int) -> Exchanging:
+def _counting_first(ranks: ExpertRanks, me: int, ids: torch.Tensor, flat: torch.Tensor) -> Exchanging:
     """The same where several axes split the tokens: who gets a row depends on the counts of all."""
     wrong = ((flat < 0) | (flat >= ranks.experts)).sum().view(1)
     expert, order, bounds = sorted_rows(flat.clamp(0, ranks.experts - 1), ranks.experts)
@@ -234,12 +247,12 @@ def _counting_first(ranks: ExpertRanks, me: int, flat: torch.Tensor, choices: in
     member = _receivers(ranks, me, table[:, :-1].long().diff(), expert, bounds.diff())
     member, again = torch.sort(member, stable=True)
     order = order[again]
-    if choices == 1:
+    if ids.shape[1] == 1:
         return table, order
-    to = member[_inverse(order)].view(-1, choices)
+    to = member[_inverse(order)].view(ids.shape)
     goes = (to == ranks.numbers(to)).any(2)
     distinct = yield _told(goes.sum(1), ranks.members)
-    return torch.cat([table, distinct.tensors[0]], 1), order, to, goes
+    return torch.cat([table, distinct.tensors[0]], 1), order, ids.to(ranks.number_dtype), to, goes
 
 
 def _receivers(
@@ -259,29 +272,6 @@ def _receivers(
 def _inverse(order: torch.Tensor) -> torch.Tensor:
     """The inverse of a permutation."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(order.shape[0], device=order.device))
-
-
-def _slots(sizes: LineSizes, me: int, count: int, order: torch.Tensor) -> Exchanging:
-    """The rows of all choices that arrive, in the order of their experts. Gives `SlotArrays`.
-
-    Args:
-        sizes: of the line of this rank.
-        me: its number there.
-        count: the number of rows afterwards, of which the last may be empty.
-        order: of the rows that this rank sends.
-    """
-    yield from ()
-    device = order.device
-    numbers = sizes.arriving(me)
-    arriving = int(numbers[1].sum())
-    shift, times = torch.from_numpy(numbers).to(device, non_blocking=True).unbind()
-    placed = torch.repeat_interleave(shift, times, output_size=arriving)
-    rows = torch.arange(arriving, device=device)
-    placed += rows
-    of_row = torch.empty_like(rows).scatter_(0, placed, rows)
-    if count > arriving:
-        of_row = F.pad(of_row, (0, count - arriving), value=arriving)
-    return SlotArrays(order, of_row, placed, _inverse(order))
 
 
 # ---------------------------------------------------------------- the plan
@@ -308,4 +298,4 @@ def plan_of(ranks: ExpertRanks, ids: Any) -> RoutingPlan:
         lines = read_sizes(ranks, fabric.parts(mesh, tables), fabric.parts(mesh, line), choices)
     each = [sizes.per_rank.tolist() for sizes in lines.values()]
     per_rank = each[0] if len(each) == 1 else np.max(each, 0).tolist()  # of virtual ranks the largest of all slices
-    return RoutingPlan(ranks, (tokens, choices), lines, per_rank, line, ids, counted)
+    return RoutingPlan(ranks, (tokens, choices), lines, per_rank, line, counted)

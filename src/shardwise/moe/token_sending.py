@@ -19,7 +19,7 @@ from shardwise.core.mesh import Coordinate
 from shardwise.core.spec import DTensorSpec
 from shardwise.fabric.base import fabric_of
 from shardwise.moe.packed_rows import packed_rows
-from shardwise.moe.routing_plan import RoutingPlan, TokenArrays
+from shardwise.moe.routing_plan import RoutingPlan, SlotArrays, TokenArrays
 from shardwise.moe.token_maps import announce, mapped, number_of, summed
 from shardwise.plan.step import TokenExchange
 from shardwise.rules.owner_programs import Exchanging, Items
@@ -29,16 +29,15 @@ from shardwise.tensor.ranks import is_forward_or_transformed
 
 __all__ = ["sent_tokens"]
 
-FEW_EXPERTS = 2**14  # as many have numbers of 16 bits
 PACKED_BYTES = 2**22  # of the gradients of a rank's rows: packing larger ones costs more than a collective
 
 
 def sent_tokens(x: Any, weights: Any, plan: RoutingPlan) -> tuple[Any, Any]:
-    """The rows of the experts, and the weight of each row, if weights are given."""
-    if plan.choices == 1:
-        return mapped(x, plan.tokens), None
+    """The rows of the experts, and the weight of each row, if weights are given and there are several choices."""
+    weights = None if plan.choices == 1 else weights  # with one choice results are weighted where the tokens are
     if plan.padded or is_forward_or_transformed():  # these need each map by itself
-        _exchange(plan, ())
+        if plan.choices > 1:
+            _exchange(plan, ())
         return mapped(x, plan.tokens), None if weights is None else mapped(weights, plan.slots)
     x = moved(x, plan.ranks.source(x._spec))
     if weights is not None:
@@ -93,23 +92,29 @@ def _is_packed(plan: RoutingPlan, rows: Any, weights: Any, sides: Any) -> bool:
 def _sent(plan: RoutingPlan, x: Any, weights: Any) -> tuple[Any, Any]:
     """Tokens, and weights if given, in the layouts that they are sent from: the rows and numbers of the experts."""
     found = _exchange(plan, (x,) if weights is None else (x, weights))
-    rows = dtensor_of(plan.tokens.layouts(x._spec, False)[1], found[0])
+    rows = dtensor_of(plan.target.of(x._spec), found[0])
     return rows, None if weights is None else dtensor_of(plan.of_rows(weights._spec), found[1])
 
 
 def _exchange(plan: RoutingPlan, given: Sequence[Any]) -> list[torch.Tensor]:
-    """Send rows of these tensors with the numbers of their experts; the plan then knows its `received` arrays."""
-    ids = plan.ids
-    step = _step(plan, [tensor._spec for tensor in given], plan.choices)
+    """Send rows of these tensors; the plan then knows the arrays of its maps.
+
+    With several choices they have the numbers of their experts with them.
+    """
+    specs, several = [tensor._spec for tensor in given], plan.choices > 1
+    step, program = _step(plan, specs, plan.choices if several else 0), _sending if several else _sending_sorted
 
     def start(at: Coordinate, own: list[torch.Tensor]) -> Exchanging:
-        return _sending(plan, at, own)
+        return program(plan, at, own, specs)
 
-    locals_ = [plan.line, ids._local_tensor, *plan.counted[1:], *[tensor._local_tensor for tensor in given]]
-    send, gather, chosen, *found = fabric_of(plan.ranks.mesh).exchange_by_owner(step, start, locals_)
-    plan.received = TokenArrays(send, gather, chosen)
+    locals_ = [plan.line, *plan.counted, *[tensor._local_tensor for tensor in given]]
+    found = fabric_of(plan.ranks.mesh).exchange_by_owner(step, start, locals_)
+    if not several:
+        plan.slot_arrays = SlotArrays(*found[:4])
+        return found[4:]
+    plan.received = TokenArrays(*found[:3])
     del plan.counted[1:]  # the rest is not needed again
-    return found
+    return found[3:]
 
 
 def _returned(plan: RoutingPlan, rows: Any, weights: Any, sides: Any) -> tuple[Any, Any]:
@@ -128,41 +133,52 @@ def _returned(plan: RoutingPlan, rows: Any, weights: Any, sides: Any) -> tuple[A
 
 def _step(plan: RoutingPlan, specs: Sequence[DTensorSpec], numbers: int) -> TokenExchange:
     """The step of an exchange of packed rows of these layouts, with so many numbers of experts: listeners are told."""
-    first = specs[0] if specs else plan.ids._spec
+    first = specs[0] if specs else plan.ranks.ends_spec
 
     def row_bytes() -> int:
         parts = [(spec.largest_local_shape[1:], spec.tensor_meta.dtype) for spec in specs]
-        return packed_rows([*parts, ((numbers,), _number_dtype(plan))] if numbers else parts).size
+        return packed_rows([*parts, ((numbers,), plan.ranks.number_dtype)] if numbers else parts).size
 
     what = ("numbers of tokens", "tokens", "tokens and weights")[len(specs)]
     after = plan.target.of if specs else lambda spec: spec
     return announce(first, lambda: after(first), plan.ranks.over, what, plan.crossing, row_bytes)
 
 
-def _number_dtype(plan: RoutingPlan) -> torch.dtype:
-    return torch.int16 if plan.ranks.experts <= FEW_EXPERTS else torch.int32
-
-
 # ---------------------------------------------------------------- on the locals of one rank
 
 
-def _sending(plan: RoutingPlan, at: Coordinate, own: list[torch.Tensor]) -> Exchanging:
+def _sending_sorted(
+    plan: RoutingPlan, at: Coordinate, own: list[torch.Tensor], specs: Sequence[DTensorSpec]
+) -> Exchanging:
+    """With one choice: a rank's rows are sent in the order of their experts. Gives `SlotArrays` and the rows."""
+    line, order, x = own
+    arrays: list[torch.Tensor] = []
+
+    def meanwhile() -> None:
+        arrays.extend(plan.slots_of_rank(at, line, order))
+        _make_specs(plan, specs)
+
+    sent, arriving = plan.lines[number_of(line)].between(plan.ranks.member(at))
+    got = yield Items((x.index_select(0, order),), sent, arriving, meanwhile)
+    return *arrays, got.tensors[0].index_select(0, arrays[1])
+
+
+def _sending(plan: RoutingPlan, at: Coordinate, own: list[torch.Tensor], specs: Sequence[DTensorSpec]) -> Exchanging:
     """Gives `TokenArrays`, the rows of the experts if there are tokens, and their weights if there are some."""
-    line, ids, to, goes, *given = own
+    line, _, ids, to, goes, *given = own
     me, sizes = plan.ranks.member(at), plan.lines[number_of(line)]
     sent, arriving = sizes.tokens.between(me)
     pairs = _pairs(goes, sum(sent))
     send = pairs[:, 1].contiguous()
     parts = [(tensor.shape[1:], tensor.dtype) for tensor in given]  # columns may be split unequally over another axis
-    packing = packed_rows([*parts, (ids.shape[1:], _number_dtype(plan))])
+    packing = packed_rows([*parts, (ids.shape[1:], ids.dtype)])
     packed = packing.empty(send.shape[0], ids.device)
-    *rows, numbers = packing.views(packed)
-    for tensor, part in zip(given, rows, strict=True):
+    views = packing.views(packed)
+    for tensor, part in zip((*given, ids), views, strict=True):
         torch.index_select(tensor.reshape(tensor.shape[0], part.shape[1]), 0, send, out=part)
-    torch.index_select(ids.to(numbers.dtype), 0, send, out=numbers)
     if plan.ranks.minors:  # an expert may be on several ranks
-        numbers.masked_fill_(to.index_select(0, send) != pairs[:, :1], -1)
-    got = yield Items((packed,), sent, arriving)
+        views[-1].masked_fill_(to.index_select(0, send) != pairs[:, :1], -1)
+    got = yield Items((packed,), sent, arriving, lambda: _make_specs(plan, specs))
     *rows, numbers = packing.views(got.tensors[0])
     chosen = _by_expert(plan, at, numbers, sum(sizes.between(me)[1]))
     gather = chosen.div(plan.choices, rounding_mode="floor")
@@ -172,6 +188,12 @@ def _sending(plan: RoutingPlan, at: Coordinate, own: list[torch.Tensor]) -> Exch
     if rows[1:]:
         found.append(rows[1].reshape(-1).index_select(0, chosen))
     return found
+
+
+def _make_specs(plan: RoutingPlan, specs: Sequence[DTensorSpec]) -> None:
+    """Make the layouts of what arrives, which the plan keeps."""
+    for index, spec in enumerate(specs):
+        plan.of_rows(spec) if index else plan.target.of(spec)
 
 
 def _pairs(goes: torch.Tensor, count: int) -> torch.Tensor:
@@ -200,10 +222,15 @@ def _returning(plan: RoutingPlan, at: Coordinate, own: list[torch.Tensor], shape
     tokens, numbers = packing.views(packed)
     tokens.copy_(summed(rows.reshape(rows.shape[0], tokens.shape[1]), gather, count))
     numbers.copy_(weights.new_zeros(count * choices).index_copy_(0, chosen, weights).view(count, choices))
-    got = yield Items((packed,), arriving, sent)
+    sums: list[torch.Tensor] = []
+    got = yield Items((packed,), arriving, sent, lambda: sums.extend(_zeros(shape, rows, (shape[0], choices), weights)))
     tokens, numbers = packing.views(got.tensors[0])
-    of_x = summed(tokens.contiguous(), send, shape[0]).view(shape)  # sums of rows with gaps are slow on processors
-    return of_x, summed(numbers.contiguous(), send, shape[0])
+    of_x = sums[0].view(shape[0], tokens.shape[1]).index_add_(0, send, tokens.contiguous())  # with gaps it is slow
+    return of_x.view(shape), sums[1].index_add_(0, send, numbers.contiguous())
+
+
+def _zeros(shape: Sequence[int], like: torch.Tensor, other: Sequence[int], beside: torch.Tensor) -> list[torch.Tensor]:
+    return [like.new_zeros(shape), beside.new_zeros(other)]
 
 
 never_traced(SendTokens.forward, SendTokens.backward)

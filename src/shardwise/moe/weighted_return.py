@@ -7,7 +7,7 @@ one by one (`token_maps`), which the node computes at once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -135,8 +135,10 @@ def _times(rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 def _weighted_there(tokens: TokenMap, at: Coordinate, own: list[torch.Tensor], spec: DTensorSpec) -> Exchanging:
     line, send, gather, rows, factors = own
     sent, arriving = tokens.between(line, at)
-    got = yield Items((summed(_times(rows, factors), gather, sum(arriving)),), arriving, sent)
-    return (summed(got.tensors[0], send, spec.local_shape(at)[0]),)
+    sums: list[torch.Tensor] = []
+    returned = summed(_times(rows, factors), gather, sum(arriving))
+    got = yield Items((returned,), arriving, sent, lambda: sums.append(rows.new_zeros(spec.local_shape(at))))
+    return (sums[0].index_add_(0, send, got.tensors[0]),)
 
 
 def _weighted_here(tokens: TokenMap, at: Coordinate, own: list[torch.Tensor], spec: DTensorSpec) -> Exchanging:
@@ -162,18 +164,29 @@ def _weights_there(tokens: TokenMap, at: Coordinate, own: list[torch.Tensor], sp
     return there.mul_(_column(factors, there)), of_factors
 
 
-def _rows_here(tokens: TokenMap, at: Coordinate, own: list[torch.Tensor], spec: DTensorSpec) -> Exchanging:
+def _rows_here(
+    tokens: TokenMap,
+    at: Coordinate,
+    own: list[torch.Tensor],
+    spec: DTensorSpec,
+    meanwhile: Callable[[], object] | None = None,
+) -> Exchanging:
     line, send, gather, _, _, grad, weights, _ = own
     rows = grad.index_select(0, send)
     rows.mul_(_column(weights.reshape(-1).index_select(0, send), rows))
-    got = yield Items((rows,), *tokens.between(line, at))
+    got = yield Items((rows,), *tokens.between(line, at), meanwhile)
     return (got.tensors[0].index_select(0, gather),)
 
 
 def _weights_here(tokens: TokenMap, at: Coordinate, own: list[torch.Tensor], spec: DTensorSpec) -> Exchanging:
-    (rows,) = yield from _rows_here(tokens, at, own, spec)
     grad, weights, here = own[-3:]
-    return rows, _dot(grad, here).to(weights.dtype).view(weights.shape)
+    found: list[torch.Tensor] = []
+
+    def meanwhile() -> None:
+        found.append(_dot(grad, here).to(weights.dtype).view(weights.shape))
+
+    (rows,) = yield from _rows_here(tokens, at, own, spec, meanwhile)
+    return rows, *found
 
 
 never_traced(WeightedReturn.forward, WeightedReturn.backward)
