@@ -71,8 +71,8 @@ def by_hand(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: 
 
 def ours(x: Any, ids: Any, weights: Any, experts: int, compute: Any) -> Any:
     """The same on DTensors."""
-    rows, back = sw.moe.dispatch(x, ids, experts)
-    return back(compute(rows, back.offs), weights)
+    rows, back = sw.moe.dispatch(x, ids, experts, weights=weights)
+    return back(compute(rows, back.offs))
 
 
 def sides(experts: int, choices: int, products: bool, tokens: int, width: int) -> dict[str, Callable[[], Any]]:
@@ -96,9 +96,11 @@ def sides(experts: int, choices: int, products: bool, tokens: int, width: int) -
                 return rows
             return F.grouped_mm(F.silu(F.grouped_mm(rows, own[3], offs=offs)), own[4], offs=offs)
 
-        def step(layer: Any = layer, own: list[Any] = own, compute: Any = compute) -> Any:
+        gradient = own[0].detach()  # it is there: losses are no part of the layer
+
+        def step(layer: Any = layer, own: list[Any] = own, compute: Any = compute, gradient: Any = gradient) -> Any:
             y = layer(own[0], own[1], own[2], experts, compute)
-            y.backward(own[0].detach())  # a gradient that is there: losses are no part of the layer
+            y.backward(gradient)
             for tensor in own:
                 tensor.grad = None
             return y

@@ -26,12 +26,13 @@ def given(mesh: sw.DeviceMesh, tokens: int, experts: int) -> list[Any]:
     return [tensor.requires_grad_() for tensor in made]
 
 
-def layer(x: Any, router: Any, up: Any, down: Any, choices: int, capacity: int) -> tuple[Any, Any]:
-    """The results, and how often experts were chosen."""
+def layer(x: Any, router: Any, up: Any, down: Any, choices: int, capacity: int, early: bool) -> tuple[Any, Any]:
+    """The results, and how often experts were chosen; weights are given to `dispatch` (early) or to `back`."""
     weights, ids = F.linear(x, router).float().softmax(-1).topk(choices)
-    rows, back = sw.moe.dispatch(x, ids, len(up), capacity=capacity)
+    rows, back = sw.moe.dispatch(x, ids, len(up), weights=weights if early else None, capacity=capacity)
     hidden = F.silu(F.grouped_mm(rows, up, offs=back.offs) * back.weights_of_rows(weights).unsqueeze(1).bfloat16())
-    return back(F.grouped_mm(hidden, down, offs=back.offs), weights), back.counts
+    outputs = F.grouped_mm(hidden, down, offs=back.offs)
+    return back(outputs) if early else back(outputs, weights), back.counts
 
 
 def compiled_beside_eager(shape: Sequence[int], names: Sequence[str], uneven: bool) -> list[bool]:
@@ -40,7 +41,7 @@ def compiled_beside_eager(shape: Sequence[int], names: Sequence[str], uneven: bo
     tokens, experts, choices, capacity = (14, 6, 1, 2) if uneven else (16, 8, 2, 3)
     tensors, found = given(mesh, tokens, experts), []
     for run in (layer, torch.compile(layer, fullgraph=True, backend="aot_eager")):
-        y, counts = run(*tensors, choices, capacity)
+        y, counts = run(*tensors, choices, capacity, len(names) > 1)
         grads = torch.autograd.grad(y.float().square().sum(), tensors)
         found.append([each.full_tensor() for each in (y, counts, *grads)])
     return [torch.equal(*pair) for pair in zip(*found, strict=True)]

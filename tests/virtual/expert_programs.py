@@ -2,9 +2,10 @@
 
     python -m tests.virtual.expert_programs --trials 500 --seed 0
 
-Meshes, layouts of tokens, ids and weights, dtypes of ids and weights, numbers of tokens, experts and choices are drawn:
-sums that wait for a reduction, experts that nobody chose, a token that goes to one expert twice, and no tokens at all.
-Values and gradients are compared, in every third trial second derivatives too.
+Meshes, layouts of tokens, ids and weights, dtypes of ids and weights, numbers of tokens, experts and choices are drawn,
+and whether `dispatch` or `back` gets the weights: sums that wait for a reduction, experts that nobody chose, a token
+that goes to one expert twice, and no tokens at all. Values and gradients are compared, in every third trial second
+derivatives too.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import shardwise as sw
 from shardwise import Partial, Replicate, Shard
 
 MESHES = {
-    (1,): ("ep",), (3,): ("ep",), (4,): ("ep",), (8,): ("ep",),
+    (1,): ("ep",), (3,): ("ep",), (4,): ("ep",), (5,): ("ep",), (8,): ("ep",),
     (2, 2): ("dp", "ep"), (2, 3): ("ep", "tp"), (2, 2, 2): ("dp", "ep", "tp"),
 }  # fmt: skip
 INTEGERS = (torch.int64, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -38,11 +39,14 @@ def by_loop(x: Any, ids: Any, weights: Any, experts: Any) -> torch.Tensor:
     return torch.stack(rows) if rows else x * 1
 
 
-def by_dispatch(x: Any, ids: Any, weights: Any, experts: Any) -> Any:
-    """The same by `dispatch`; torch has no derivative of grouped products without rows."""
-    rows, back = sw.moe.dispatch(x, ids, experts.shape[0])
+def by_dispatch(x: Any, ids: Any, weights: Any, experts: Any, early: bool) -> Any:
+    """The same by `dispatch`; torch has no derivative of grouped products without rows.
+
+    `early`: weights are given to `dispatch`, otherwise to `back`.
+    """
+    rows, back = sw.moe.dispatch(x, ids, experts.shape[0], weights=weights if early else None)
     made = torch.tanh(F.grouped_mm(rows, experts, offs=back.offs)) if x.shape[0] else rows * 1
-    return back(made, weights)
+    return back(made) if early else back(made, weights)
 
 
 def random_layout(rng: random.Random, mesh: sw.DeviceMesh, dims: tuple[int, ...]) -> list[Any]:
@@ -83,7 +87,8 @@ def check(seed: int) -> None:
         [t if t is None else t.detach().clone().requires_grad_(need) for t, need in zip(tensors, needs, strict=True)]
         for tensors in ((x, weights, stacked), (laid, own_weights, sw.distribute_tensor(stacked, mesh, of_experts)))
     )
-    wanted, got = by_loop(plain[0], ids, *plain[1:]), by_dispatch(many[0], own_ids, *many[1:])
+    wanted = by_loop(plain[0], ids, *plain[1:])
+    got = by_dispatch(many[0], own_ids, *many[1:], early=rng.random() < 0.6)
     torch.testing.assert_close(got.full_tensor(), wanted, rtol=1e-4, atol=1e-4)
     gradient = torch.randn_like(wanted)
     losses = (wanted * gradient).sum(), (got * sw.distribute_tensor(gradient, mesh, of_experts)).sum()

@@ -32,6 +32,7 @@ ANY_ORDER = {
     "shardwise.parallel.tensor_parallel.local_region._ToLayer",
     "shardwise.parallel.tensor_parallel.local_region._FromLayer",
     "shardwise.moe.token_maps.MapRows",  # tests/virtual/test_moe.py
+    "shardwise.moe.token_sending.SendTokens",  # test_a_penalty_of_gradients_through_experts, below
     "shardwise.moe.weighted_return.WeightedReturn",  # test_a_penalty_of_gradients_through_experts, below
     "shardwise.decompose.sharded_dropout_attention._Attention",  # test_a_penalty_of_gradients_through_dropout
     "shardwise.interop._FromTorch",  # tests/gloo/test_derivatives.py
@@ -85,13 +86,16 @@ def second_gradients(loss: Any, inputs: list[Any]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("capacity", [None, 12], ids=["every token", "capacity"])
 @pytest.mark.parametrize("choices", [1, 2])
-def test_a_penalty_of_gradients_through_experts(choices: int, capacity: int | None) -> None:
+@pytest.mark.parametrize("early", [True, False])
+def test_a_penalty_of_gradients_through_experts(early: bool, choices: int, capacity: int | None) -> None:
     tokens, scale, scores = numbers(9, 4), numbers(9, choices, seed=1), numbers(9, 5, seed=2)
     ids = scores.topk(choices).indices
 
     def gradients(x: Any, weights: Any, ids: Any) -> list[torch.Tensor]:
-        rows, back = sw.moe.dispatch(x, ids, 5, capacity=capacity)
-        return second_gradients(back(rows.sin() * rows, weights.sigmoid()).pow(3).sum(), [x, weights])
+        scale = weights.sigmoid()
+        rows, back = sw.moe.dispatch(x, ids, 5, weights=scale if early else None, capacity=capacity)
+        y = back(rows.sin() * rows) if early else back(rows.sin() * rows, scale)
+        return second_gradients(y.pow(3).sum(), [x, weights])
 
     mesh = mesh_of(4)
     shared = [sw.distribute_tensor(each, mesh, [sw.Shard(0)]) for each in (tokens, scale, ids)]

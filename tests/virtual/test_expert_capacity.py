@@ -36,9 +36,9 @@ def test_captured_steps(shape: tuple[int, ...], names: tuple[str, ...]) -> None:
         def step(x: Any, parameters: Any = parameters, optimizer: Any = optimizer) -> Any:
             router, up, down = parameters
             weights, ids = F.linear(x, router).softmax(-1).topk(2)
-            tokens, back = sw.moe.dispatch(x, ids, 6, capacity=3)
+            tokens, back = sw.moe.dispatch(x, ids, 6, weights=weights, capacity=3)
             hidden = F.silu(F.grouped_mm(tokens, up, offs=back.offs))
-            loss = back(F.grouped_mm(hidden, down, offs=back.offs), weights).square().mean()
+            loss = back(F.grouped_mm(hidden, down, offs=back.offs)).square().mean()
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()

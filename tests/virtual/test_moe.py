@@ -103,7 +103,7 @@ def test_experts_by_grouped_products(name: str, capacity: int | None) -> None:
 
         with sw.debug.CommDebugMode() as comm:
             y = layer(ours[0], laid(ids, mesh, placements), *ours[1:], None)
-        exchanges = 2 if capacity else 3 + 2 * (choices > 1)  # counts; numbers of tokens and weights
+        exchanges = 2 if capacity else 3 + (choices > 1)  # counts; weights, which are given to back
         assert comm.get_total_counts() == exchanges, comm.get_comm_counts()
         wanted = layer(plain[0], ids, *plain[1:], shared if capacity else None)
         torch.testing.assert_close(y.full_tensor(), wanted, rtol=1e-4, atol=1e-5)
@@ -204,7 +204,8 @@ def test_bytes_are_those_of_tokens_that_cross_once(
 # ---------------------------------------------------------------- around it
 
 
-def test_slices_of_a_virtual_mesh_have_their_own_tokens() -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_slices_of_a_virtual_mesh_have_their_own_tokens(early: bool) -> None:
     """Each slice of the experts' axis its own batch, as under data parallelism; sizes differ from slice to slice."""
     mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))["ep"]
     torch.manual_seed(0)
@@ -213,13 +214,16 @@ def test_slices_of_a_virtual_mesh_have_their_own_tokens() -> None:
     weights = torch.randn(4, 4, 8)
     x = sw.DTensor.from_local(sw.RankTensor(parts), mesh, [S0]).requires_grad_()
     where = sw.DTensor.from_local(sw.RankTensor(ids), mesh, [S0])
-    rows, back = sw.moe.dispatch(x, where, 4)
+    chances = torch.rand(3, 2)  # of the tokens of each rank
+    scale = sw.DTensor.from_local(sw.RankTensor([chances] * 4), mesh, [S0]) if early else None
+    rows, back = sw.moe.dispatch(x, where, 4, weights=scale)
     y = back(F.grouped_mm(rows, laid(weights, mesh, [S0]), offs=back.offs).cos())
     y.sum().backward()
     assert x.grad is not None
     for at in (0, 2):
         plain = torch.cat(parts[at : at + 2]).requires_grad_()
-        one, one_back = sw.moe.dispatch(plain, torch.cat(ids[at : at + 2]), 4)
+        scale = chances.repeat(2, 1) if early else None
+        one, one_back = sw.moe.dispatch(plain, torch.cat(ids[at : at + 2]), 4, weights=scale)
         wanted = one_back(F.grouped_mm(one, weights, offs=one_back.offs).cos())
         wanted.sum().backward()
         for found, expected in ((y, wanted), (x.grad, plain.grad)):
@@ -239,7 +243,8 @@ def test_a_dry_run_expects_equal_experts() -> None:
     assert str(rows.spec.layout) == f"ep:S0({','.join(['1024'] * 8)}) tp:R"
     tokens = 512 * 8 * (1 - 14 * 13 / (16 * 15)) * 7 / 8  # of 512 on a rank, to other ranks
     exchanged = [r.cost.received for r in run.steps if r.step.describe().endswith("tokens over ep")]
-    assert exchanged[1:] == [pytest.approx(tokens * 64 * 4, rel=0.01)] * 4
+    sent = tokens * (64 * 4 + 2 * 2)  # with the numbers of two experts
+    assert exchanged == [pytest.approx(row, rel=0.01) for row in (sent, *[tokens * 64 * 4] * 3)]
 
 
 def test_explain_shows_tokens_and_bytes() -> None:

@@ -267,9 +267,15 @@ def check_counts(step: OwnerExchange, counts: Sequence[int]) -> None:
 
 
 def advance(program: Exchanging, arrived: Items | None) -> tuple[Items | None, list[torch.Tensor]]:
-    """The next items that a program sends, given the received ones; at its end None and the results."""
+    """The next items that a program sends, given the received ones; at its end None and the results.
+
+    Without communication there is no waiting: what a program does meanwhile it does now.
+    """
     try:
-        return (next(program) if arrived is None else program.send(arrived)), []
+        items = next(program) if arrived is None else program.send(arrived)
+        if items.meanwhile is not None:
+            items.meanwhile()
+        return items, []
     except StopIteration as end:
         return None, list(end.value)
 

@@ -26,7 +26,6 @@ from shardwise.fabric.base import (
     BoundStep,
     RunTransfer,
     StartExchange,
-    advance,
     check_source,
     rank_state,
     register,
@@ -49,7 +48,7 @@ from shardwise.fabric.encoding import as_carried
 from shardwise.fabric.exchange_plan import traffic
 from shardwise.fabric.line_packing import line_parcels
 from shardwise.fabric.lost_ranks import lost_rank_error
-from shardwise.fabric.packing import Parcels, parcels
+from shardwise.fabric.packing import Line, Parcels, parcels
 from shardwise.fabric.piece_pipeline import run_in_pieces
 from shardwise.fabric.process_groups import ProcessGroups
 from shardwise.fabric.rank_agreement import CheckedGroup
@@ -81,6 +80,7 @@ from shardwise.plan.step import (
     Unreduce,
     reduction,
 )
+from shardwise.rules.owner_programs import Items
 from shardwise.torch_private import dispatch_mode_count
 
 __all__ = ["C10dFabric", "c10d"]
@@ -348,15 +348,19 @@ class C10dFabric(ProcessGroups):
             if self._check is None:
                 self._owners[mesh, step.over] = group
         program = start(coordinate, list(locals_))
-        sent, results = advance(program, None)
-        while sent is not None:
-            try:
-                got = exchange_items(step, group, line, sent)
-            except RuntimeError as error:
-                self.raise_named(error, step)
-                raise
-            sent, results = advance(program, got)
-        return results
+        try:
+            sent = next(program)
+            while True:
+                sent = program.send(self._exchanged(step, group, line, sent))
+        except StopIteration as end:
+            return list(end.value)
+
+    def _exchanged(self, step: OwnerExchange, group: Any, line: Line, sent: Items) -> Items:
+        try:
+            return exchange_items(step, group, line, sent)
+        except RuntimeError as error:
+            self.raise_named(error, step)
+            raise
 
     def _nothing_to_send(self, step: Step) -> Start:
         """A tensor without elements. All ranks know this, so there is no communication."""

@@ -239,8 +239,10 @@ def exchange_items(step: OwnerExchange, group: Any, line: Line, items: Items) ->
         sizes, arriving = (tuple(_by_coordinate(line, own)) for own in both)
         check_counts(step, (*sizes, *arriving))
     assert isinstance(sizes, tuple)
-    got = tuple(_exchanged_rows(group, line, tensor, sizes, arriving) for tensor in tensors)
-    return Items(got, arriving, sizes)
+    do = items.meanwhile
+    got = [_exchanged_rows(group, line, tensors[0], sizes, arriving, do)]
+    got += [_exchanged_rows(group, line, tensor, sizes, arriving) for tensor in tensors[1:]]
+    return Items(tuple(got), arriving, sizes)
 
 
 def _by_rank(line: Line) -> list[int]:
@@ -256,7 +258,12 @@ def _by_coordinate(line: Line, sizes: Sequence[int]) -> list[int]:
 
 
 def _exchanged_rows(
-    group: Any, line: Line, tensor: torch.Tensor, sent: Sequence[int], got: Sequence[int]
+    group: Any,
+    line: Line,
+    tensor: torch.Tensor,
+    sent: Sequence[int],
+    got: Sequence[int],
+    meanwhile: Callable[[], object] | None = None,
 ) -> torch.Tensor:
     """One all-to-all of rows, with the numbers of rows sent to and received from each rank, by coordinate."""
     if not line.in_order:
@@ -265,16 +272,26 @@ def _exchanged_rows(
         sent, got = [sent[position] for position in positions], [got[position] for position in positions]
     buffer = tensor.new_empty((sum(got), *tensor.shape[1:]))
     if tensor.dtype in CARRIED and line.in_order and tensor.dim() <= 2 and 0 not in tensor.shape[1:]:
-        group.alltoall_base(buffer, tensor.contiguous(), list(got), list(sent)).wait()  # splits are numbers of rows
+        work = group.alltoall_base(buffer, tensor.contiguous(), list(got), list(sent))  # splits are numbers of rows
+        _wait(work, meanwhile)
         return buffer
     carried = as_carried(buffer.view(-1))
     scale = math.prod(tensor.shape[1:]) * (tensor.element_size() // carried.element_size())
     packed = as_carried(tensor.contiguous().view(-1))
-    group.alltoall_base(carried, packed, [n * scale for n in got], [n * scale for n in sent]).wait()
+    work = group.alltoall_base(carried, packed, [n * scale for n in got], [n * scale for n in sent])
+    _wait(work, meanwhile)
     if line.in_order:
         return buffer
     parts = buffer.split(list(got))
     return torch.cat([parts[rank] for rank in line.order])
+
+
+def _wait(work: Any, meanwhile: Callable[[], object] | None) -> None:
+    try:
+        if meanwhile is not None:
+            meanwhile()
+    finally:
+        work.wait()
 
 
 def _after(work: Any, result: torch.Tensor) -> Wait:

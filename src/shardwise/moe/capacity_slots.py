@@ -19,7 +19,7 @@ from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import Replicate, Shard, StridedShard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.fabric.base import device_of, fabric_of
-from shardwise.moe.routing_plan import ExpertRanks, expert_ranks
+from shardwise.moe.expert_ranks import ExpertRanks, expert_ranks
 from shardwise.moe.token_maps import RowLayout, RowMap, as_dtensor, mapped, sorted_rows, summed, taken, weighted
 from shardwise.tensor import dtensor_of, moved
 
@@ -154,9 +154,8 @@ class Pick(RowMap):
         before = start.of(spec)
         return before, end.of(before)
 
-    def run(self, tensor: Any, transposed: bool) -> Any:
+    def run(self, tensor: Any, after: DTensorSpec, transposed: bool) -> Any:
         """Tokens to slots; transposed, the sums of slots for each token. Each rank does it alone."""
-        _, after = self.layouts(tensor._spec, transposed)
         mesh, choices = after.mesh, 1 if self.by_choice else self.choices
 
         def pick(at: Coordinate, rows: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:

@@ -15,8 +15,10 @@ from shardwise.core.tracing import is_dynamo_compiling, is_tracing
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.moe.capacity_slots import returned_rows, slot_weights, slotted_rows
-from shardwise.moe.routing_plan import RoutingPlan, expert_ranks, plan_of
+from shardwise.moe.expert_ranks import expert_ranks
+from shardwise.moe.routing_plan import RoutingPlan, plan_of
 from shardwise.moe.token_maps import as_dtensor, mapped, weighted
+from shardwise.moe.token_sending import sent_tokens
 from shardwise.moe.weighted_return import weighted_return
 from shardwise.tensor import is_dtensor, moved
 from shardwise.transforms import transforming
@@ -38,6 +40,8 @@ class Back:
 
     offs: Any
     counts: Any
+    _weights: Any = None  # as given to `dispatch`
+    _version: int | None = None  # of their memory then
 
     def __init__(self, offs: Any, counts: Any, shape: tuple[int, int], rows: int, capacity: int | None = None) -> None:
         self.offs, self.counts, self.capacity = offs, counts, capacity
@@ -48,7 +52,8 @@ class Back:
 
         Args:
             outputs: a row for each row of the dispatched tokens, as they lie.
-            weights: `[T, k]`, in any layout; 1 if not given. The product is rounded to the dtype of `outputs`.
+            weights: `[T, k]`, in any layout; those given to `dispatch`, or 1, if not given here. The product is rounded
+                to the dtype of `outputs`.
 
         Returns:
             `[T, ...]` in the order of the tokens, with the rows laid out as those of `x` were exchanged. A token whose
@@ -59,12 +64,34 @@ class Back:
                 f"back: outputs of shape {tuple(outputs.shape)} for {self._rows} dispatched rows",
                 hint="give it a row for each row of the tokens that dispatch returned",
             )
-        if weights is not None and tuple(weights.shape) != self._shape:
+        if weights is None:
+            weights = self._kept_weights()
+        elif self._weights is not None:
             raise LayoutError(
-                f"back: weights of shape {tuple(weights.shape)} for expert_ids of shape {self._shape}",
-                hint="one weight for each choice of each token",
+                "back: weights, and dispatch was given weights too",
+                hint="give them to dispatch or to back, not to both",
+            )
+        else:
+            _check_weights("back", weights, self._shape)
+        if weights is not None and weights.is_complex() and not outputs.is_complex():
+            raise LayoutError(
+                f"back: weights of dtype {weights.dtype} for outputs of dtype {outputs.dtype}, which the results have",
+                hint="make the outputs complex, or give real weights",
             )
         return self._returned(outputs, weights)
+
+    def _keep_weights(self, weights: Any) -> Any:
+        self._weights, self._version = weights, _version(weights)
+        return self
+
+    def _kept_weights(self) -> Any:
+        """The weights that `dispatch` was given. Some have been sent, so all must be as they were then."""
+        if self._version is not None and self._version != _version(self._weights):
+            raise LayoutError(
+                "back: the weights that dispatch was given have been changed in place",
+                hint="give dispatch a clone of them, or give them to back",
+            )
+        return self._weights
 
     def weights_of_rows(self, weights: Any) -> Any:
         """A number for each dispatched row of one for each choice, `[T, k]`: to scale tokens before their experts.
@@ -100,17 +127,22 @@ class OneDeviceBack(Back):
 class PlannedBack(Back):
     """On a mesh, with sizes that depend on values."""
 
-    def __init__(self, plan: RoutingPlan) -> None:
+    def __init__(self, plan: RoutingPlan, of_rows: Any) -> None:
         self._plan, self.capacity = plan, None
         self._shape, self._rows = plan.shape, sum(plan.per_rank)
+        self._of_rows = of_rows  # the weights of its rows, if dispatch was given weights
 
     def _returned(self, outputs: Any, weights: Any) -> Any:
         if weights is None:
             return mapped(outputs, self._plan.tokens, transposed=True)
-        return weighted_return(outputs, as_dtensor(weights, self._plan.tokens.mesh), self._plan)
+        if self._plan.choices == 1:
+            weights = as_dtensor(weights, self._plan.ranks.mesh)
+        else:
+            weights = self.weights_of_rows(weights) if self._of_rows is None else self._of_rows
+        return weighted_return(outputs, weights, self._plan)
 
     def weights_of_rows(self, weights: Any) -> Any:
-        return mapped(as_dtensor(weights, self._plan.tokens.mesh), self._plan.slots)
+        return mapped(as_dtensor(weights, self._plan.ranks.mesh), self._plan.slots)
 
     @property
     def offs(self) -> Any:
@@ -139,6 +171,7 @@ def dispatch(
     expert_ids: Any,
     num_experts: int,
     *,
+    weights: Any = None,
     axis: str | int | None = None,
     capacity: int | None = None,
     groups: int | None = None,
@@ -153,6 +186,9 @@ def dispatch(
         x: tokens `[T, ...]` in any layout, or a plain tensor: then all happens on one device.
         expert_ids: `[T, k]` integers, the experts that each token goes to.
         num_experts: how many experts there are.
+        weights: `[T, k]`, the weights of the choices, in any layout. `back(outputs)` then multiplies by them. They go
+            with the tokens, and their gradients come back with those of the tokens, so they cost no exchange of their
+            own, as they do when they are given to `back`.
         axis: the mesh axis of the experts; by default the only one, or the one named "ep". If other axes shard `T` too,
             the rows of each rank's experts are divided among the ranks along these.
         capacity: the most rows that an expert gets from one rank; later ones are dropped. All sizes are then fixed, an
@@ -162,7 +198,8 @@ def dispatch(
 
     Returns:
         `tokens`, `[T * k, ...]`, each rank with the rows of its experts (`Ragged`), and `back`, which takes what the
-        experts make of them: `y = back(outputs, weights)`. `back.offs` are the offsets for `F.grouped_mm`.
+        experts make of them: `y = back(outputs)`, or `back(outputs, weights)`. `back.offs` are the offsets for
+        `F.grouped_mm`.
 
     Example:
         >>> import shardwise as sw
@@ -175,16 +212,24 @@ def dispatch(
         >>> torch.equal(back(tokens * 2).full_tensor(), x.full_tensor() * 2)
         True
     """
-    _check(x, expert_ids, num_experts, capacity, groups)
-    if expert_ids.dtype not in INDICES:  # bytes would be masks where they index
-        expert_ids = expert_ids.long()
-    if not is_dtensor(x):
-        if is_dtensor(expert_ids):
+    ids = _checked_ids(x, expert_ids)
+    _check_sizes(num_experts, capacity, groups)
+    if weights is not None:
+        _check_weights("dispatch", weights, tuple(ids.shape))
+    if is_dtensor(x):
+        return _on_mesh(x, ids, weights, num_experts, axis, capacity, groups)
+    for name, tensor in (("expert_ids", ids), ("weights", weights)):
+        if is_dtensor(tensor):
             raise LayoutError(
-                "dispatch: x is a plain tensor, and expert_ids is a DTensor",
+                f"dispatch: x is a plain tensor, and {name} is a DTensor",
                 hint="distribute_tensor(x, mesh, placements), or from_local of each rank's part",
             )
-        return _on_one_device(x, expert_ids, num_experts, capacity, groups or 1)
+    return _on_one_device(x, ids, weights, num_experts, capacity, groups or 1)
+
+
+def _on_mesh(
+    x: Any, ids: Any, weights: Any, experts: int, axis: str | int | None, capacity: int | None, groups: int | None
+) -> tuple[Any, Back]:
     if transforming():
         raise UnsupportedError(
             "dispatch in a function of torch.func: it has no rule for transformed tensors",
@@ -199,13 +244,14 @@ def dispatch(
         raise LayoutError(
             f"dispatch: groups={groups}, and {members} ranks share the tokens", hint="leave it out on a mesh"
         )
-    ids = as_dtensor(expert_ids, mesh)
+    ids = as_dtensor(ids, mesh)
+    weights = None if weights is None else as_dtensor(weights, mesh)
     if capacity is None:
-        return _with_sizes(x, ids, num_experts, over, of_experts)
-    return _with_capacity(x, ids, num_experts, over, of_experts, members, capacity)
+        return _with_sizes(x, ids, weights, experts, over, of_experts)
+    return _with_capacity(x, ids, weights, experts, over, of_experts, members, capacity)
 
 
-def _with_sizes(x: Any, ids: Any, experts: int, over: tuple[int, ...], axis: int) -> tuple[Any, Back]:
+def _with_sizes(x: Any, ids: Any, weights: Any, experts: int, over: tuple[int, ...], axis: int) -> tuple[Any, Back]:
     """On a mesh, with as many rows for each expert as it was chosen."""
     if is_tracing() or is_dynamo_compiling():
         raise UnsupportedError(
@@ -215,20 +261,22 @@ def _with_sizes(x: Any, ids: Any, experts: int, over: tuple[int, ...], axis: int
         )
     ranks = expert_ranks(x._spec.mesh, over, axis, experts)
     plan = plan_of(ranks, moved(ids, ranks.source(ids._spec, tuple(ids.shape[1:]))))
-    return mapped(x, plan.tokens), PlannedBack(plan)
+    rows, of_rows = sent_tokens(x, weights, plan)
+    return rows, PlannedBack(plan, of_rows)._keep_weights(weights)
 
 
 def _with_capacity(
-    x: Any, ids: Any, experts: int, over: tuple[int, ...], axis: int, members: int, capacity: int
+    x: Any, ids: Any, weights: Any, experts: int, over: tuple[int, ...], axis: int, members: int, capacity: int
 ) -> tuple[Any, Back]:
     """On a mesh, with `capacity` slots on each of `members` ranks for each expert."""
     rows, slots, offs, counts = slotted_rows(x, ids, experts, over, axis, capacity)
     back = SlotsBack(offs, counts, (ids.shape[0], ids.shape[1]), experts * members * capacity, capacity)
     back._slots, back._axis = slots, axis
-    return rows, back
+    return rows, back._keep_weights(weights)
 
 
-def _check(x: Any, ids: Any, experts: int, capacity: int | None, groups: int | None) -> None:
+def _checked_ids(x: Any, ids: Any) -> Any:
+    """The ids as numbers that can index."""
     if ids.dtype is torch.bool:
         raise LayoutError(
             f"dispatch: expert_ids of shape {tuple(ids.shape)} are a mask",
@@ -238,11 +286,30 @@ def _check(x: Any, ids: Any, experts: int, capacity: int | None, groups: int | N
     if ids.dim() != 2 or x.dim() < 1 or ids.shape[0] != x.shape[0] or not integers or ids.shape[1] < 1:
         raise LayoutError(
             f"dispatch: expert_ids of shape {tuple(ids.shape)} and dtype {ids.dtype} for x of shape {tuple(x.shape)}",
-            hint="x is [T, ...] and expert_ids [T, k] of integers",
+            hint="x is [T, ...] and expert_ids [T, k] of integers; with one expert for each token, unsqueeze(1)",
         )
+    return ids if ids.dtype in INDICES else ids.long()  # bytes would be masks where they index
+
+
+def _check_sizes(experts: int, capacity: int | None, groups: int | None) -> None:
     if experts < 1 or (capacity is not None and capacity < 1) or (groups is not None and groups < 1):
         raise LayoutError(
             f"dispatch: num_experts={experts}, capacity={capacity}, groups={groups}", hint="each is at least 1"
+        )
+
+
+def _version(tensor: Any) -> int | None:
+    """A number that changes with each write in place; None where there is none."""
+    if tensor is None or is_dynamo_compiling() or is_tracing() or tensor.is_inference():
+        return None
+    return tensor._version
+
+
+def _check_weights(where: str, weights: Any, shape: tuple[int, int]) -> None:
+    if tuple(weights.shape) != shape:
+        raise LayoutError(
+            f"{where}: weights of shape {tuple(weights.shape)} for expert_ids of shape {shape}",
+            hint="one weight for each choice of each token",
         )
 
 
@@ -257,7 +324,7 @@ def _axes(spec: DTensorSpec, axis: str | int | None) -> tuple[tuple[int, ...], i
 
 
 def _on_one_device(
-    x: torch.Tensor, ids: torch.Tensor, experts: int, capacity: int | None, groups: int
+    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None, experts: int, capacity: int | None, groups: int
 ) -> tuple[torch.Tensor, Back]:
     tokens, choices = ids.shape
     flat = ids.reshape(-1)
@@ -273,7 +340,7 @@ def _on_one_device(
     back = OneDeviceBack(ends.to(torch.int32), counts, (tokens, choices), len(rows), capacity)
     back._order = rows
     padded = x if capacity is None else torch.cat([x, x.new_zeros((1, *x.shape[1:]))])
-    return padded.index_select(0, rows.div(choices, rounding_mode="floor")), back
+    return padded.index_select(0, rows.div(choices, rounding_mode="floor")), back._keep_weights(weights)
 
 
 def _first_rows(

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from shardwise.compilers import never_traced
+from shardwise.core.cache import BoundedCache
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.placement import AnyShard, Partial, Placement, Replicate
@@ -45,12 +46,14 @@ __all__ = [
     "mapped",
     "member_of",
     "number_of",
+    "quiet_step",
     "sorted_rows",
     "summed",
     "taken",
     "weighted",
 ]
 
+MAX_STEPS, MAX_SPECS = 256, 16
 SUM = Partial()  # the one that a linear map passes on as it is
 Counts = tuple[tuple[int, ...], tuple[int, ...]]  # rows to each member, and from each
 
@@ -91,9 +94,14 @@ class RowLayout:
     axes: tuple[int, ...]
     placements: tuple[Placement, ...]
     rest: tuple[int, ...] | None = None
+    _made: BoundedCache[DTensorSpec, DTensorSpec] = field(default_factory=lambda: BoundedCache(MAX_SPECS))
 
     def of(self, spec: DTensorSpec) -> DTensorSpec:
         """A spec with its rows in this layout; axes that split none keep their placement."""
+        found = self._made.get(spec)
+        return found if found is not None else self._made.keep(spec, self._of(spec))
+
+    def _of(self, spec: DTensorSpec) -> DTensorSpec:
         placements = list(spec.placements)
         for axis, placement in enumerate(placements):
             rows = isinstance(placement, AnyShard) and (placement.dim == 0 or self.rest is not None)
@@ -137,11 +145,6 @@ class RowTable(LineRows):
         """The rows that go to another rank."""
         return int(self.rows.sum() - np.trace(self.rows))
 
-    def shift(self, me: int) -> np.ndarray:
-        """What to add to the number of a row among all that a sender sends, for its number among those that arrive."""
-        arriving = self.rows[:, me]
-        return np.cumsum(arriving) - arriving - self.rows[:, :me].sum(1)
-
 
 def member_of(mesh: DeviceMesh, over: tuple[int, ...], at: Coordinate) -> int:
     """The number of a rank among those of its line, the first axis major."""
@@ -155,7 +158,7 @@ def lines_here(mesh: DeviceMesh, over: tuple[int, ...], local: torch.Tensor) -> 
     """For each rank here the number of its line, as a local: ranks of different slices have the same coordinate."""
     fabric = fabric_of(mesh)
     if not fabric.many_ranks:
-        return fabric.map(mesh, lambda _, tensor: FIRST, local)
+        return FIRST
     numbers = np.empty(mesh.grid_size, dtype=np.int64)
     for number, line in enumerate(mesh.groups(over)):
         numbers[line] = number
@@ -174,8 +177,8 @@ class RowMap(Protocol):
         """The layout that a tensor is moved to first, and the one of the result."""
         ...
 
-    def run(self, tensor: Any, transposed: bool) -> Any:
-        """The rows of a tensor in the first of these layouts, mapped; without derivatives."""
+    def run(self, tensor: Any, after: DTensorSpec, transposed: bool) -> Any:
+        """The rows of a tensor in the first of these layouts, mapped to the second; without derivatives."""
         ...
 
 
@@ -235,9 +238,10 @@ class TokenMap(RowMap):
             found = self._between[key] = self.rows[number_of(line)].between(member_of(mesh, self.over, at))
         return found
 
-    def step(self, spec: DTensorSpec, transposed: bool) -> TokenExchange:
-        """The step of an exchange of a tensor of this spec, of which listeners are told."""
-        before, after = self.layouts(spec, transposed)
+    def step(self, before: DTensorSpec, after: DTensorSpec, transposed: bool) -> TokenExchange:
+        """The step of an exchange between these layouts, of which listeners are told."""
+        if not is_listened_to(self.mesh):
+            return quiet_step(after if transposed else before, self.over, self.what)
 
         def row_bytes() -> int:
             rest = before.largest_local_shape[1:] if self.source.rest is None else ()
@@ -245,48 +249,48 @@ class TokenMap(RowMap):
 
         return announce(before, lambda: after, self.over, self.what, self.crossing, row_bytes)
 
-    def run(self, tensor: Any, transposed: bool) -> Any:
+    def run(self, tensor: Any, after: DTensorSpec, transposed: bool) -> Any:
         """One exchange."""
-        _, after = self.layouts(tensor._spec, transposed)
-        step, program = self.step(tensor._spec, transposed), _return if transposed else _send
+        step, program = self.step(tensor._spec, after, transposed), _return if transposed else _send
 
         def start(at: Coordinate, own: list[torch.Tensor]) -> Exchanging:
             return program(self, own, self.between(own[3], at), after, at)
 
         locals_ = [tensor._local_tensor, self.send, self.gather, self.line, *self.inverse]
-        (local,) = fabric_of(after.mesh).exchange_by_owner(step, start, locals_)
+        (local,) = fabric_of(self.mesh).exchange_by_owner(step, start, locals_)
         return dtensor_of(after, local)
 
 
 def mapped(tensor: Any, by: RowMap, transposed: bool = False) -> Any:
     """A DTensor with its rows mapped, with derivatives."""
-    want, _ = by.layouts(tensor._spec, transposed)
+    want, after = by.layouts(tensor._spec, transposed)
     if tensor._spec is not want:
         tensor = moved(tensor, want)
     if wants_derivatives(tensor):
-        return apply_function(MapRows, tensor, by, transposed)
-    return by.run(tensor, transposed)
+        return apply_function(MapRows, tensor, by, after, transposed)
+    return by.run(tensor, after, transposed)
 
 
 class MapRows(torch.autograd.Function):
     """A map of rows, or its transpose. Linear: each is the derivative of the other."""
 
     @staticmethod
-    def forward(tensor: Any, by: RowMap, transposed: bool) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return by.run(tensor, transposed)
+    def forward(tensor: Any, by: RowMap, after: DTensorSpec, transposed: bool) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return by.run(tensor, after, transposed)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        tensor, ctx.by, ctx.transposed = inputs
-        ctx.dtype, ctx.spec = tensor.dtype, output._spec
+        tensor, ctx.by, ctx.spec, ctx.transposed = inputs
+        ctx.dtype = tensor.dtype
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
-            return None, None, None
+            return None, None, None, None
         grad = laid_out_gradient(grad, ctx.spec)
-        return mapped(grad if grad.dtype is ctx.dtype else grad.to(ctx.dtype), ctx.by, not ctx.transposed), None, None
+        grad = grad if grad.dtype is ctx.dtype else grad.to(ctx.dtype)
+        return mapped(grad, ctx.by, not ctx.transposed), None, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Any, *_: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -303,6 +307,15 @@ def is_listened_to(mesh: DeviceMesh) -> bool:
     return bool(route_started) or not fabric_of(mesh).has_values
 
 
+_quiet: BoundedCache[tuple[Any, ...], TokenExchange] = BoundedCache(MAX_STEPS)
+
+
+def quiet_step(spec: DTensorSpec, over: tuple[int, ...], what: str) -> TokenExchange:
+    """The step of an exchange that nobody listens to, of tokens in this layout."""
+    found = _quiet.get((spec, over, what))
+    return found or _quiet.keep_recent((spec, over, what), TokenExchange(spec, spec, 0, over, what))
+
+
 def announce(
     before: DTensorSpec,
     end: Callable[[], DTensorSpec],
@@ -316,7 +329,7 @@ def announce(
     The layout afterwards (`end`) and the numbers are worked out if somebody listens.
     """
     if not is_listened_to(before.mesh):
-        return TokenExchange(before, before, 0, over, what)
+        return quiet_step(before, over, what)
     after, rows = end(), crossing()
     step = TokenExchange(before, after, 0, over, what, round(rows))
     received = rows * row_bytes() / math.prod(before.mesh.shape[axis] for axis in over)

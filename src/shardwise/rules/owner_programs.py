@@ -26,11 +26,13 @@ class Items(NamedTuple):
         counts: the number of rows to each member, or from each; -1 for all members if the call is in error.
         arriving: for an answer, the number of rows expected from each member; for received items, the number of rows
             that were sent to each.
+        meanwhile: what this rank has to do that needs nothing of what arrives; called while items are on their way.
     """
 
     tensors: tuple[torch.Tensor, ...]
     counts: Counts
     arriving: tuple[int, ...] | None = None
+    meanwhile: Callable[[], object] | None = None
 
     def answer(self, *tensors: torch.Tensor) -> Items:
         """Answer received items with as many rows to each member."""
