@@ -10,7 +10,7 @@ every rank is ready to change; that every rank has changed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,7 @@ from shardwise.checkpoint.format.state_tree import (
     tensor_name,
     tensors_in,
 )
-from shardwise.checkpoint.io.box_reader import BlockSums, Sums, check_sums, note_sums, parts_of, read_box, sum_box
+from shardwise.checkpoint.io.box_reader import Pairs, Sums, check_sums, note_sums, parts_of, read_again, read_box, sum_box
 from shardwise.checkpoint.io.checkpoint_places import open_place
 from shardwise.checkpoint.io.host_memory import HostBuffer
 from shardwise.checkpoint.io.progress_bar import Progress
@@ -373,8 +373,7 @@ def _read_and_verify(
             files.count = progress.add
             for tensor, stored in fit.tensors:
                 if again:
-                    _verify(files, tensor, stored, sums)
-                    waiting.append(VerifiedTensor(stored.name, files, tensor, stored, sums))
+                    waiting.append(_verify(files, tensor, stored, sums))
                 else:
                     waiting.extend(_stage(files, tensor, stored, sums, memory))
         files.count = lambda read: None
@@ -404,12 +403,15 @@ def _boxes(fit: StateMatch) -> Iterator[tuple[StoredTensor, Box]]:
                 yield stored, box
 
 
-def _verify(files: FileReader, tensor: torch.Tensor, stored: StoredTensor, sums: Sums) -> None:
+def _verify(files: FileReader, tensor: torch.Tensor, stored: StoredTensor, sums: Sums) -> VerifiedTensor:
     """Note the checksums of a tensor's local tensors."""
+    before: dict[Box, Pairs] = {}
     for _, boxes in _locals(tensor):
         for box, _ in boxes:
-            if (stored.name, box) not in sums:
-                note_sums(sums, stored, box, sum_box(files, stored, box))
+            if box not in before:
+                found, before[box] = sum_box(files, stored, box)
+                note_sums(sums, stored, box, found)
+    return VerifiedTensor(stored.name, files, tensor, stored, before)
 
 
 class VerifiedTensor(NamedTuple):
@@ -419,44 +421,52 @@ class VerifiedTensor(NamedTuple):
     files: FileReader
     tensor: torch.Tensor
     stored: StoredTensor
-    verified: Sums
+    before: Mapping[Box, Pairs]
 
     def put(self) -> None:
-        """Read the values into the tensor. They must have the checksums that were verified."""
-        sums: Sums = {}
-        for _ in _stage(self.files, self.tensor, self.stored, sums, None):
-            pass
-        for (name, box), found in sums.items():
-            if found != self.verified[name, box]:
-                self._raise_changed(found, self.verified[name, box])
-
-    def _raise_changed(self, found: BlockSums, before: BlockSums) -> None:
-        block = self.stored.blocks[next(number for number in found if found[number] != before.get(number))]
-        raise CheckpointError(
-            f"tensor {self.name}: {block.file} has changed since its block at {block.box.offset} was verified",
-            hint="the disk is damaged, or another program writes to the file",
-        )
+        """Read the values into the tensor. They must be those that were verified."""
+        read = lambda box, place: read_again(self.files, self.stored, box, place, self.before[box])  # noqa: E731
+        for local, boxes in _locals(self.tensor):
+            _put(local, _values(local, boxes, HostBuffer.of(local), read))
 
 
 def _stage(
     files: FileReader, tensor: torch.Tensor, stored: StoredTensor, sums: Sums, memory: HostBuffer | None
 ) -> Iterator[StagedValues]:
     """Read the values of a tensor's local tensors and note their checksums; without `memory`, write them at once."""
+
+    def read(box: Box, place: HostBuffer) -> torch.Tensor:
+        values, found = read_box(files, stored, box, place)
+        note_sums(sums, stored, box, found)
+        return values
+
     for local, boxes in _locals(tensor):
-        place = HostBuffer.of(local) if memory is None else memory
-        if len(boxes) == 1:
-            box = boxes[0][0]
-            values, found = read_box(files, stored, box, place)
-            note_sums(sums, stored, box, found)
-        else:
-            _, values = place.take(tuple(local.shape), local.dtype)
-            for box, within in boxes:
-                values[within], found = read_box(files, stored, box)
-                note_sums(sums, stored, box, found)
+        values = _values(local, boxes, HostBuffer.of(local) if memory is None else memory, read)
         if memory is not None:
             yield StagedValues(local, values, stored.name)
-        elif values.data_ptr() != local.data_ptr():
-            put_values(local, values)
+        else:
+            _put(local, values)
+
+
+def _values(
+    local: torch.Tensor,
+    boxes: Sequence[tuple[Box, tuple[slice, ...]]],
+    place: HostBuffer,
+    read: Callable[[Box, HostBuffer], torch.Tensor],
+) -> torch.Tensor:
+    """Values of a local tensor, in memory of `place`; `read` reads a box."""
+    if len(boxes) == 1:
+        return read(boxes[0][0], place)
+    _, values = place.take(tuple(local.shape), local.dtype)
+    for box, within in boxes:
+        values[within] = read(box, HostBuffer(0))
+    return values
+
+
+def _put(local: torch.Tensor, values: torch.Tensor) -> None:
+    """Write values to a local tensor, if they are not in its memory already."""
+    if values.data_ptr() != local.data_ptr():
+        put_values(local, values)
 
 
 def _locals(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[tuple[Box, tuple[slice, ...]]]]]:
