@@ -6,8 +6,8 @@ it. BASE is odd, so a change inside one word is always detected. It has the larg
 within 8 GiB have the same weight, even in the significant bits. Other damage is missed with a probability of at most
 2**-32. The checksum protects against accidents, not against forgery.
 
-It is computed from pairs of words, as numbers of 64 bits: `pairs`, the sum of pair[j] * BASE**(2 * j), and the same sum of
-their high words. `pairs` alone takes a third of the time. It tells whether bytes are still those that were verified.
+It is computed from pairs of words, as numbers of 64 bits: `pairs`, the sum of pair[j] * BASE**(2 * j), and the same sum
+of their high words. `pairs` alone takes a third of the time. It shows whether bytes are still those that were verified.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ class PartSum:
 def _weighted(pairs: np.ndarray, weights: np.ndarray) -> int:
     """The sum of pairs, weighted by their column as consecutive ones, and by their row as given."""
     sums = np.einsum("ij,j->i", pairs, _powers(SQUARE, TABLE)[: pairs.shape[1]])
-    return int((sums * weights).sum(dtype=np.uint64))
+    return int(np.dot(sums, weights))
 
 
 @functools.lru_cache(maxsize=64)

@@ -84,6 +84,10 @@ def _checksums(parts: Mapping[int, PartSum]) -> BlockSums:
 
 def parts_of(stored: StoredTensor, box: Box) -> Iterator[tuple[int, StoredBlock, Box]]:
     """The parts of a box in the blocks of a tensor, with the numbers of the blocks."""
+    same = next((number for number, block in enumerate(stored.blocks) if block.box == box), None)
+    if same is not None:  # blocks do not overlap: no other one has a part of the box
+        yield same, stored.blocks[same], box
+        return
     for number, block in enumerate(stored.blocks):
         part = intersection(block.box, box)
         if part is not None:
