@@ -212,6 +212,112 @@ def lost_directory() -> None:
     refused(lambda: checkpoint.load(state_of("rows"), path), "there is no checkpoint")
 
 
+def strangers() -> None:
+    """Files of the same names with other contents: never mixed, an error on all ranks, and nothing changes."""
+    folder = fresh("strangers")
+    other = {name: value + 1 if value.numel() else value for name, value in VALUES.items()}
+    mesh = hosts_by_ranks("dp", "tp")
+    checkpoint.save(state_of("rows"), folder / "step-1")
+    checkpoint.save(
+        {name: sw.distribute_tensor(other[name], mesh, by) for name, by in layouts("rows").items()}, folder / "step-2"
+    )
+    # host 1 has a whole checkpoint of another run under this name
+    on_host(
+        1, lambda: (os.rename(folder / "step-1", folder / "own"), shutil.copytree(folder / "step-2", folder / "step-1"))
+    )
+    for kind in ("rows", "columns"):
+        target = state_of(kind, filled=False)
+        refused(lambda target=target: checkpoint.load(target, folder / "step-1"), "different checkpoints")
+        unchanged(target)
+    assert checkpoint.latest(folder) == str(folder / "step-2")
+    # it has its own index, but the files of the other run
+    on_host(1, lambda: shutil.copy(folder / "own" / "index.json", folder / "step-1" / "index.json"))
+    for kind in ("rows", "columns", "replicated"):
+        target = state_of(kind, filled=False)
+        refused(lambda target=target: checkpoint.load(target, folder / "step-1"), "does not match its checksum")
+        unchanged(target)
+    # a second copy of a file, of the other run, on a host that does not need it: whoever gets parts of it notices
+    on_host(1, lambda: (shutil.rmtree(folder / "step-1"), os.rename(folder / "own", folder / "step-1")))
+    mine = [None] * dist.get_world_size()
+    name = "blocks-00000.safetensors"
+    dist.all_gather_object(mine, (folder / "step-2" / name).read_bytes() if HERE == 0 else None)
+    on_host(1, lambda: (folder / "step-1" / name).write_bytes(next(data for data in mine if data)))
+    target = state_of("columns", filled=False)
+    refused(lambda: checkpoint.load(target, folder / "step-1"), "does not match its checksum", name)
+    unchanged(target)
+    target = state_of("rows", filled=False)
+    checkpoint.load({"float": target["float"]}, folder / "step-1", strict=False)  # needs no part of the copy
+    assert torch.equal(target["float"].full_tensor(), VALUES["float"])
+
+
+def late_files() -> None:
+    """A file that a disk shows late: the rank that missed it reads it itself."""
+    folder = fresh("late")
+    checkpoint.save(state_of("rows"), folder / "step-1")
+    original = local_disks._missing
+
+    def blind(source: Any, wanted: Any) -> Any:
+        hidden = type("Hidden", (), {"contains": lambda self, name: False})()
+        return original(hidden if HERE == 1 else source, wanted)
+
+    local_disks._missing = blind
+    try:
+        target = state_of("rows", filled=False)
+        checkpoint.load(target, folder / "step-1")
+    finally:
+        local_disks._missing = original
+    check(target)
+
+
+def interrupted() -> None:
+    """An interrupt on a rank that sends parts is an error on all ranks; nothing changes, and the next load works."""
+    folder = fresh("interrupted")
+    checkpoint.save(state_of("rows"), folder / "step-1")
+    original = local_disks._read
+
+    def interrupt(*given: Any) -> None:
+        if dist.get_rank() == 0:
+            raise KeyboardInterrupt
+        original(*given)
+
+    target = state_of("columns", filled=False)
+    kind: type[BaseException] | None = None
+    local_disks._read = interrupt
+    try:
+        checkpoint.load(target, folder / "step-1")
+    except (sw.CheckpointError, KeyboardInterrupt) as error:
+        kind = type(error)
+    finally:
+        local_disks._read = original
+    assert kind is (KeyboardInterrupt if dist.get_rank() == 0 else sw.CheckpointError), kind
+    unchanged(target)
+    checkpoint.load(target, folder / "step-1")
+    check(target)
+
+
+def saved_by_many() -> None:
+    """Saves for `loaded_by_fewer`."""
+    checkpoint.save(state_of("crossed") | {"step": 5}, fresh("fewer") / "step-1")
+
+
+def loaded_by_fewer() -> None:
+    """Fewer ranks on each host load what many saved; one host alone gets an error that names the other."""
+    path = fresh("fewer") / "step-1"
+    assert checkpoint.latest(path.parent) == str(path)
+    for kind in ("rows", "columns", "replicated"):
+        target = state_of(kind, filled=False)
+        assert checkpoint.load(target | {"step": 0}, path).state["step"] == 5
+        check(target)
+    alone = [dist.new_group([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+    plain = {name: torch.zeros_like(value) for name, value in VALUES.items()}
+    refused(
+        lambda: checkpoint.load(plain, path, strict=False, process_group=alone),
+        f"the disk of host{1 - HERE}",
+        "tensor ",
+    )
+    assert not any(value.count_nonzero() for value in plain.values())
+
+
 def full_disk() -> None:
     """A full disk on one host is an error on all; nothing is left on any, and the next save works."""
     folder = fresh("full")
@@ -291,8 +397,11 @@ def resumed() -> None:
 
 PROGRAMS = {
     function.__name__: function
-    for function in (loads, tools, lost_files, lost_directory, full_disk, directory_disappears, killed, resumed)
-}
+    for function in (
+        loads, tools, lost_files, lost_directory, strangers, late_files, interrupted, saved_by_many, loaded_by_fewer,
+        full_disk, directory_disappears, killed, resumed,
+    )
+}  # fmt: skip
 
 
 if __name__ == "__main__":

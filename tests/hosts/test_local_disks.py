@@ -5,14 +5,19 @@ import sys
 from tests.hosts.network_hosts import Ended, Hosts, environment_of
 
 PROGRAMS = ("loads", "tools", "lost_files", "lost_directory", "full_disk", "directory_disappears")
+ATTACKS = ("strangers", "late_files", "interrupted", "saved_by_many")
 
 
 def test_checkpoints_on_disks_of_their_own() -> None:
     with Hosts(2) as made:
-        ended = made.torchrun("-m", "tests.hosts.disk_programs", *PROGRAMS, ranks=2)
-    for status, text in ended:
+        passed(made, PROGRAMS)
+
+
+def passed(hosts: Hosts, programs: tuple[str, ...]) -> None:
+    """Run programs on two ranks of each host."""
+    for status, text in hosts.torchrun("-m", "tests.hosts.disk_programs", *programs, ranks=2):
         assert status == 0, text
-        assert all(text.count(f"{name} done on rank") == 2 for name in PROGRAMS), text
+        assert all(text.count(f"{name} done on rank") == 2 for name in programs), text
 
 
 def run(hosts: Hosts, program: str) -> list[Ended]:
@@ -35,4 +40,11 @@ def test_a_kill_while_disks_are_published_loses_no_checkpoint() -> None:
         assert "refused on rank 0" in first.text, first.text
         assert "left ['step-1']" in first.text, first.text
         for status, text in run(made, "resumed"):
+            assert status == 0, text
+
+
+def test_files_of_other_runs_interrupts_and_fewer_ranks() -> None:
+    with Hosts(2) as made:
+        passed(made, ATTACKS)
+        for status, text in run(made, "loaded_by_fewer"):
             assert status == 0, text

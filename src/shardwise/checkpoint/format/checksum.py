@@ -5,31 +5,109 @@ padded with zeros. Since it is a sum, ranks may read a block in parts along any 
 it. BASE is odd, so a change inside one word is always detected. It has the largest possible order, so no two positions
 within 8 GiB have the same weight, even in the significant bits. Other damage is missed with a probability of at most
 2**-32. The checksum protects against accidents, not against forgery.
+
+It is computed from pairs of words, as numbers of 64 bits: `pairs`, the sum of pair[j] * BASE**(2 * j), and the same sum
+of their high words. `pairs` alone takes a third of the time. It shows whether bytes are still those that were verified.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 
 import numpy as np
 
-__all__ = ["BASE", "checksum", "sum_of_rows"]
+__all__ = ["BASE", "MODULUS", "PartSum", "checksum"]
 
 BASE = 0x5851F42D4C957F2D  # 5 modulo 8, so that its powers have the period 2**62
 MODULUS = 2**64
-WORD = 4
-TABLE = 1 << 14  # words summed at a time: they and their weights fit into the CPU cache
+PAIR = 8  # bytes
+SQUARE = BASE * BASE % MODULUS
+TABLE = 1 << 13  # pairs summed at a time: they and their weights fit into the CPU cache
+_HIGH = np.uint64(32)
 
 
-@functools.cache
-def _powers() -> np.ndarray:
-    return _geometric(1, BASE, TABLE)
+class PartSum:
+    """The sums of parts of a block, which are added one by one.
+
+    Args:
+        full: compute the checksum; otherwise `pairs` alone.
+
+    Example:
+        >>> data, sums = np.arange(12, dtype=np.uint8), PartSum()
+        >>> sums.add(data.reshape(3, 4)[:, :1], start=0, pitch=4)
+        >>> sums.add(data.reshape(3, 4)[:, 1:], start=1, pitch=4)
+        >>> sums.checksum == checksum(data)
+        True
+    """
+
+    def __init__(self, *, full: bool = True) -> None:
+        self.nbytes = 0
+        self._full = full
+        self._pairs = 0
+        self._high = 0
+
+    def add(self, rows: np.ndarray, start: int, pitch: int) -> None:
+        """Add rows of bytes of equal length; row r starts at byte `start + r * pitch` of the block."""
+        count, length = rows.shape
+        if not count or not length:
+            return
+        self.nbytes += count * length
+        if start % PAIR == 0 and (pitch % PAIR == 0 or count == 1) and rows.strides[1] == 1:
+            whole = length // PAIR * PAIR
+            if whole:
+                self._add_pairs(rows[:, :whole].view(np.uint64), start // PAIR, pitch // PAIR)
+            if whole == length:
+                return
+            rows, start, length = rows[:, whole:], start + whole, length - whole
+        apart = PAIR // math.gcd(pitch, PAIR)  # rows with the same alignment
+        for first in range(min(apart, count)):
+            some, at = rows[first::apart], start + first * pitch
+            shift = at % PAIR
+            padded = np.zeros((len(some), -(-(shift + length) // PAIR) * PAIR), dtype=np.uint8)
+            padded[:, shift : shift + length] = some
+            self._add_pairs(padded.view(np.uint64), at // PAIR, pitch * apart // PAIR)
+
+    @property
+    def pairs(self) -> int:
+        """The sum of pairs of words. Equal for equal bytes; a change inside one pair always changes it."""
+        return self._pairs % MODULUS
+
+    @property
+    def checksum(self) -> int:
+        """The checksum of the parts so far."""
+        assert self._full, "only pairs were summed"
+        # a pair is low + 2**32 * high, and has the weight that low has: BASE times less than that of high
+        return (self._pairs + (BASE - 2**32) * self._high) % MODULUS
+
+    def _add_pairs(self, pairs: np.ndarray, start: int, pitch: int) -> None:
+        count, length = pairs.shape
+        if count == 1 and length > TABLE:  # split one long row into consecutive rows
+            full = length // TABLE * TABLE
+            self._add_pairs(pairs[:, :full].reshape(-1, TABLE), start, TABLE)
+            if full < length:
+                self._add_pairs(pairs[:, full:], start + full, 0)
+            return
+        weights, shift = _powers(pow(SQUARE, pitch, MODULUS), count), pow(SQUARE, start, MODULUS)
+        for first in range(0, length, TABLE):
+            part = pairs[:, first : first + TABLE]
+            scale = shift * pow(SQUARE, first, MODULUS)
+            self._pairs += _weighted(part, weights) * scale
+            if self._full:
+                self._high += _weighted(part >> _HIGH, weights) * scale
 
 
-def _geometric(first: int, ratio: int, count: int) -> np.ndarray:
-    """`first * ratio**i` modulo 2**64."""
+def _weighted(pairs: np.ndarray, weights: np.ndarray) -> int:
+    """The sum of pairs, weighted by their column as consecutive ones, and by their row as given."""
+    sums = np.einsum("ij,j->i", pairs, _powers(SQUARE, TABLE)[: pairs.shape[1]])
+    return int(np.dot(sums, weights))
+
+
+@functools.lru_cache(maxsize=64)
+def _powers(ratio: int, count: int) -> np.ndarray:
+    """`ratio**i` modulo 2**64."""
     terms = np.full(count, ratio, dtype=np.uint64)
-    terms[:1] = first
+    terms[:1] = 1
     return np.multiply.accumulate(terms)
 
 
@@ -41,37 +119,6 @@ def checksum(data: np.ndarray, start: int = 0) -> int:
         >>> checksum(data) == (checksum(data[:5]) + checksum(data[5:], start=5)) % 2**64
         True
     """
-    return sum_of_rows(data.reshape(1, -1), start, 0)
-
-
-def sum_of_rows(rows: np.ndarray, start: int, pitch: int) -> int:
-    """The checksum of rows of bytes of equal length; row r starts at byte `start + r * pitch` of the block."""
-    count, length = rows.shape
-    if not count or not length:
-        return 0
-    if start % WORD == 0 and (pitch % WORD == 0 or count == 1) and length % WORD == 0 and rows.strides[1] == 1:
-        return _sum_of_words(rows.view(np.uint32), start // WORD, pitch // WORD)
-    total = 0
-    for first in range(min(WORD, count)):  # every fourth row has the same alignment to words
-        some, at = rows[first::WORD], start + first * pitch
-        shift = at % WORD
-        padded = np.zeros((len(some), -(-(shift + length) // WORD) * WORD), dtype=np.uint8)
-        padded[:, shift : shift + length] = some
-        total += _sum_of_words(padded.view(np.uint32), at // WORD, pitch)  # four rows are `pitch` words apart
-    return total % MODULUS
-
-
-def _sum_of_words(words: np.ndarray, start: int, pitch: int) -> int:
-    count, length = words.shape
-    if count == 1 and length > TABLE:  # split one long row into consecutive rows
-        full = length // TABLE * TABLE
-        total = _sum_of_words(words[:, :full].reshape(-1, TABLE), start, TABLE)
-        return (total + _sum_of_words(words[:, full:], start + full, 0)) % MODULUS if full < length else total
-    total = np.zeros(count, dtype=np.uint64)
-    powers = _powers()
-    for first in range(0, length, TABLE):
-        part = words[:, first : first + TABLE]
-        sums = np.einsum("ij,j->i", part, powers[: part.shape[1]], dtype=np.uint64, casting="same_kind")
-        total += sums * np.uint64(pow(BASE, first, MODULUS))
-    weights = _geometric(pow(BASE, start, MODULUS), pow(BASE, pitch, MODULUS), count)
-    return int((total * weights).sum(dtype=np.uint64))
+    sums = PartSum()
+    sums.add(data.reshape(1, -1), start, 0)
+    return sums.checksum

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 
 from shardwise.checkpoint.format.checkpoint_index import Index, StoredBlock, StoredTensor
-from shardwise.checkpoint.format.checksum import MODULUS
+from shardwise.checkpoint.format.checksum import MODULUS, PartSum
 from shardwise.checkpoint.io.host_memory import HostBuffer
 from shardwise.checkpoint.io.range_reader import FileReader
 from shardwise.checkpoint.partition.boxes import Box, byte_runs, intersection
 from shardwise.errors import CheckpointError
 
-__all__ = ["BlockSums", "Sums", "check_sums", "note_sums", "parts_of", "read_box", "sum_box"]
+__all__ = ["BlockSums", "Pairs", "Sums", "check_sums", "note_sums", "parts_of", "read_again", "read_box", "sum_box"]
 
 BlockSums = dict[int, tuple[int, int]]  # for a box: bytes read and their checksum, by the number of the stored block
 Sums = dict[tuple[str, Box], BlockSums]
+Pairs = dict[int, int]  # for a box: sums that tell whether bytes are still the same, by the number of the stored block
 
 
 _none = HostBuffer(0)
@@ -27,36 +29,65 @@ def read_box(
     files: FileReader, stored: StoredTensor, box: Box, memory: HostBuffer = _none
 ) -> tuple[torch.Tensor, BlockSums]:
     """The values of a box of a stored tensor, and the checksum of the part read of each block."""
+    values, parts = _read(files, stored, box, memory, full=True)
+    return values, _checksums(parts)
+
+
+def sum_box(files: FileReader, stored: StoredTensor, box: Box) -> tuple[BlockSums, Pairs]:
+    """The checksums of `read_box`, without its memory; and what `read_again` compares with."""
+    parts: dict[int, PartSum] = {}
+    for number, block, part in parts_of(stored, box):
+        parts[number] = PartSum()
+        _read_part(files, stored, block, part, None, parts[number])
+    return _checksums(parts), {number: sums.pairs for number, sums in parts.items()}
+
+
+def read_again(files: FileReader, stored: StoredTensor, box: Box, memory: HostBuffer, before: Pairs) -> torch.Tensor:
+    """The values of a box that was summed before. Raises if its bytes are not the same any more."""
+    values, parts = _read(files, stored, box, memory, full=False)
+    for number, sums in parts.items():
+        if sums.pairs != before[number]:
+            block = stored.blocks[number]
+            raise CheckpointError(
+                f"tensor {stored.name}: {block.file} has changed since its block at {block.box.offset} was verified",
+                hint="the disk is damaged, or another program writes to the file",
+            )
+    return values
+
+
+def _read(
+    files: FileReader, stored: StoredTensor, box: Box, memory: HostBuffer, *, full: bool
+) -> tuple[torch.Tensor, dict[int, PartSum]]:
     itemsize = stored.dtype.itemsize
     data, values = memory.take(box.sizes, stored.dtype)
-    found: BlockSums = {}
+    parts: dict[int, PartSum] = {}
     for number, block, part in parts_of(stored, box):
         dense = _dense_range(box, part, itemsize)
         out, piece = _none.take(part.sizes, stored.dtype) if dense is None else (data[dense], None)
-        where = part.inside(block.box)
-        what = f"tensor {stored.name}"
-        total = files.read_part(block.file, block.start, block.box.sizes, where, itemsize, out, what)
+        parts[number] = PartSum(full=full)
+        _read_part(files, stored, block, part, out, parts[number])
         if piece is not None:
             values[part.inside(box)] = piece
-        found[number] = (len(out), total)
-    return values, found
+    return values, parts
 
 
-def sum_box(files: FileReader, stored: StoredTensor, box: Box) -> BlockSums:
-    """The checksums of `read_box`, without its memory."""
-    itemsize = stored.dtype.itemsize
-    found: BlockSums = {}
-    for number, block, part in parts_of(stored, box):
-        where = part.inside(block.box)
-        total = files.read_part(
-            block.file, block.start, block.box.sizes, where, itemsize, None, f"tensor {stored.name}"
-        )
-        found[number] = (part.numel * itemsize, total)
-    return found
+def _read_part(
+    files: FileReader, stored: StoredTensor, block: StoredBlock, part: Box, out: np.ndarray | None, sums: PartSum
+) -> None:
+    where, itemsize, what = part.inside(block.box), stored.dtype.itemsize, f"tensor {stored.name}"
+    files.read_part(block.file, block.start, block.box.sizes, where, itemsize, out, what, sums)
+
+
+def _checksums(parts: Mapping[int, PartSum]) -> BlockSums:
+    return {number: (sums.nbytes, sums.checksum) for number, sums in parts.items()}
 
 
 def parts_of(stored: StoredTensor, box: Box) -> Iterator[tuple[int, StoredBlock, Box]]:
     """The parts of a box in the blocks of a tensor, with the numbers of the blocks."""
+    same = next((number for number, block in enumerate(stored.blocks) if block.box == box), None)
+    if same is not None:  # blocks do not overlap: no other one has a part of the box
+        yield same, stored.blocks[same], box
+        return
     for number, block in enumerate(stored.blocks):
         part = intersection(block.box, box)
         if part is not None:

@@ -1,4 +1,4 @@
-"""Reads exact byte ranges of files and checksums them in the same pass.
+"""Reads exact byte ranges of files and sums them in the same pass.
 
 A directory is kept open while it is read. Files are opened relative to it, so all of them belong to one checkpoint,
 even if another one takes its name. If the checkpoint was replaced or removed meanwhile, a missing file is no sign of
@@ -19,7 +19,7 @@ from typing import Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 
-from shardwise.checkpoint.format.checksum import MODULUS, checksum, sum_of_rows
+from shardwise.checkpoint.format.checksum import PartSum
 from shardwise.checkpoint.io.block_writer import PAGE, STRIDE, Count
 from shardwise.checkpoint.partition.boxes import ByteRuns, byte_runs
 from shardwise.errors import CheckpointError
@@ -214,13 +214,12 @@ def not_here(what: str, file: str, host: str) -> CheckpointError:
     )
 
 
-def _sum_of_runs(data: np.ndarray, runs: Iterable[ByteRuns]) -> int:
-    """The checksum of runs of a block, which follow each other in `data`."""
-    total, at = 0, 0
+def _sum_runs(data: np.ndarray, runs: Iterable[ByteRuns], sums: PartSum) -> None:
+    """Sum runs of a block, which follow each other in `data`."""
+    at = 0
     for first, count, pitch, length in runs:
-        total += sum_of_rows(data[at : at + count * length].reshape(count, length), first, pitch)
+        sums.add(data[at : at + count * length].reshape(count, length), first, pitch)
         at += count * length
-    return total % MODULUS
 
 
 class FileReader:
@@ -292,28 +291,38 @@ class FileReader:
         itemsize: int,
         out: np.ndarray | None,
         what: str,
-    ) -> int:
-        """Read a part of the block at byte `start` densely into `out`. Returns its part of the block's checksum.
+        sums: PartSum | None = None,
+    ) -> None:
+        """Read a part of the block at byte `start` densely into `out`, and add it to `sums`.
 
-        With None it is read through a small buffer, for the checksum alone.
+        With None as `out` it is read through a small buffer, for the sums alone.
         """
+        runs = byte_runs(sizes, part, itemsize)
         held = self.fetched.get((name, start, tuple([(piece.start, piece.stop) for piece in part])))
         if held is not None:
             if out is not None:
                 out[:] = held
-            return _sum_of_runs(held, byte_runs(sizes, part, itemsize))
+            if sums is not None:
+                _sum_runs(held, runs, sums)
+            return
         file = self.opened(name, what)
         try:
-            return self._read_runs(file, start, byte_runs(sizes, part, itemsize), out, f"{what}: {name}")
+            self._read_runs(file, start, runs, out, sums, f"{what}: {name}")
         except OSError as error:
             raise self._directory.error(
                 f"{what}: {name} cannot be read ({error.strerror})", "the disk may be damaged"
             ) from None
 
     def _read_runs(
-        self, file: ReadableFile, start: int, runs: Iterable[ByteRuns], out: np.ndarray | None, what: str
-    ) -> int:
-        total, at = 0, 0
+        self,
+        file: ReadableFile,
+        start: int,
+        runs: Iterable[ByteRuns],
+        out: np.ndarray | None,
+        sums: PartSum | None,
+        what: str,
+    ) -> None:
+        at = 0
         for first, count, pitch, length in runs:
             dense = count == 1 or pitch - length < self._gap
             if dense or 4 * length >= pitch:  # most pages are needed
@@ -324,11 +333,10 @@ class FileReader:
                 size = shape[0] * length
                 part = None if out is None else out[at : at + size]
                 if shape[0] == 1:
-                    total += self._read_run(file, length, part, start, first + row * pitch, what)
+                    self._read_run(file, length, part, start, first + row * pitch, sums, what)
                 else:
-                    total += self._rows(file, shape, part, start, first + row * pitch, pitch, what)
+                    self._rows(file, shape, part, start, first + row * pitch, pitch, sums, what)
                 at += size
-        return total % MODULUS
 
     def _rows(
         self,
@@ -338,33 +346,41 @@ class FileReader:
         start: int,
         first: int,
         pitch: int,
+        sums: PartSum | None,
         what: str,
-    ) -> int:
-        """Read rows of a block. Returns their checksum."""
+    ) -> None:
+        """Read rows of a block."""
         count, length = shape
         if pitch - length >= self._gap:
             rows = (self._small(count * length) if out is None else out).reshape(shape)
             for row, at in zip(rows, range(start + first, start + first + count * pitch, pitch), strict=True):
                 self._read(file, row, at, what)
         else:
-            span = self._small((count - 1) * pitch + length)
-            self._read(file, span, start + first, what)
-            rows = np.lib.stride_tricks.as_strided(span, shape, (pitch, 1))
+            span = self._small(count * pitch)
+            self._read(file, span[: (count - 1) * pitch + length], start + first, what)
+            rows = span.reshape(count, pitch)[:, :length]
             if out is not None:
                 out.reshape(shape)[:] = rows
-        return sum_of_rows(rows, first, pitch)
+        if sums is not None:
+            sums.add(rows, first, pitch)
 
     def _read_run(
-        self, file: ReadableFile, length: int, out: np.ndarray | None, start: int, first: int, what: str
-    ) -> int:
-        """Read one run of a block. Returns its checksum, computed while the data is in the CPU cache."""
-        total = 0
+        self,
+        file: ReadableFile,
+        length: int,
+        out: np.ndarray | None,
+        start: int,
+        first: int,
+        sums: PartSum | None,
+        what: str,
+    ) -> None:
+        """Read one run of a block; it is summed while the data is in the CPU cache."""
         for at in range(0, length, STRIDE):
             size = min(STRIDE, length - at)
             part = self._small(size) if out is None else out[at : at + size]
             self._read(file, part, start + first + at, what)
-            total += checksum(part, first + at)
-        return total
+            if sums is not None:
+                sums.add(part.reshape(1, -1), first + at, 0)
 
     def _small(self, size: int) -> np.ndarray:
         """The reader's own buffer: what it had before is overwritten."""

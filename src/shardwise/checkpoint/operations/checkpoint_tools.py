@@ -125,7 +125,7 @@ def _verify(path: str | Path) -> list[str]:
                 for block in stored.blocks:
                     single = stored._replace(blocks=(block,))
                     try:
-                        sums = sum_box(files, single, block.box)
+                        sums, _ = sum_box(files, single, block.box)
                         check_sums(index._replace(tensors={stored.name: single}), [{(stored.name, block.box): sums}])
                     except Replaced:
                         raise

@@ -1,16 +1,16 @@
 """load: each rank reads the bytes of its own blocks; the state changes only after everything is verified.
 
 Files are read twice: first through a small buffer, for the checksums; then, from the system's page cache, into the
-tensors, again with checksums. That is faster than a copy in host memory, and takes none. URLs are read once, and staged
-in host memory. Checksums are additive: the sums of all ranks are compared with the index, so no byte of another rank is
-read to verify a block. A load performs four exchanges: the comparison of state and checkpoint; the checksums; that
-every rank is ready to change; that every rank has changed.
+tensors, with a sum that must be the same as before. That is faster than a copy in host memory, and takes none. URLs are
+read once, and staged in host memory. Checksums are additive: the sums of all ranks are compared with the index, so no
+byte of another rank is read to verify a block. A load performs four exchanges: the comparison of state and checkpoint;
+the checksums; that every rank is ready to change; that every rank has changed.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +27,16 @@ from shardwise.checkpoint.format.state_tree import (
     tensor_name,
     tensors_in,
 )
-from shardwise.checkpoint.io.box_reader import BlockSums, Sums, check_sums, note_sums, parts_of, read_box, sum_box
+from shardwise.checkpoint.io.box_reader import (
+    Pairs,
+    Sums,
+    check_sums,
+    note_sums,
+    parts_of,
+    read_again,
+    read_box,
+    sum_box,
+)
 from shardwise.checkpoint.io.checkpoint_places import open_place
 from shardwise.checkpoint.io.host_memory import HostBuffer
 from shardwise.checkpoint.io.progress_bar import Progress
@@ -63,6 +72,9 @@ __all__ = [
     "read_values",
     "unfillable",
 ]
+
+Boxes = list[tuple[Box, tuple[slice, ...]]]  # of a local tensor, each with its slices there
+LocalTensors = Sequence[tuple[torch.Tensor, Boxes]]
 
 
 class Loaded(NamedTuple):
@@ -366,17 +378,17 @@ def _read_and_verify(
 
     def read_mine() -> None:
         assert files is not None, "no step runs after a failed one"
-        total = sum(local.nbytes for tensor, _ in fit.tensors for local, _ in _locals(tensor))
+        placed = [(list(_locals(tensor)), stored) for tensor, stored in fit.tensors]
+        total = sum(local.nbytes for parts, _ in placed for local, _ in parts)
         again = staged and isinstance(source, OpenDirectory | AbsentDirectory) and _stay_open(index, fit)
         memory = HostBuffer(total) if staged and not again else None
         with Progress("loading", total, shown=processes.is_first) as progress:
             files.count = progress.add
-            for tensor, stored in fit.tensors:
+            for parts, stored in placed:
                 if again:
-                    _verify(files, tensor, stored, sums)
-                    waiting.append(VerifiedTensor(stored.name, files, tensor, stored, sums))
+                    waiting.append(_verify(files, parts, stored, sums))
                 else:
-                    waiting.extend(_stage(files, tensor, stored, sums, memory))
+                    waiting.extend(_stage(files, parts, stored, sums, memory))
         files.count = lambda read: None
         if again:
             files.bytes_read = 0  # counted when they are read into the tensors
@@ -404,12 +416,15 @@ def _boxes(fit: StateMatch) -> Iterator[tuple[StoredTensor, Box]]:
                 yield stored, box
 
 
-def _verify(files: FileReader, tensor: torch.Tensor, stored: StoredTensor, sums: Sums) -> None:
+def _verify(files: FileReader, parts: LocalTensors, stored: StoredTensor, sums: Sums) -> VerifiedTensor:
     """Note the checksums of a tensor's local tensors."""
-    for _, boxes in _locals(tensor):
+    before: dict[Box, Pairs] = {}
+    for _, boxes in parts:
         for box, _ in boxes:
-            if (stored.name, box) not in sums:
-                note_sums(sums, stored, box, sum_box(files, stored, box))
+            if box not in before:
+                found, before[box] = sum_box(files, stored, box)
+                note_sums(sums, stored, box, found)
+    return VerifiedTensor(stored.name, files, parts, stored, before)
 
 
 class VerifiedTensor(NamedTuple):
@@ -417,49 +432,57 @@ class VerifiedTensor(NamedTuple):
 
     name: str
     files: FileReader
-    tensor: torch.Tensor
+    parts: LocalTensors
     stored: StoredTensor
-    verified: Sums
+    before: Mapping[Box, Pairs]
 
     def put(self) -> None:
-        """Read the values into the tensor. They must have the checksums that were verified."""
-        sums: Sums = {}
-        for _ in _stage(self.files, self.tensor, self.stored, sums, None):
-            pass
-        for (name, box), found in sums.items():
-            if found != self.verified[name, box]:
-                self._raise_changed(found, self.verified[name, box])
-
-    def _raise_changed(self, found: BlockSums, before: BlockSums) -> None:
-        block = self.stored.blocks[next(number for number in found if found[number] != before.get(number))]
-        raise CheckpointError(
-            f"tensor {self.name}: {block.file} has changed since its block at {block.box.offset} was verified",
-            hint="the disk is damaged, or another program writes to the file",
-        )
+        """Read the values into the tensor. They must be those that were verified."""
+        read = lambda box, place: read_again(self.files, self.stored, box, place, self.before[box])  # noqa: E731
+        for local, boxes in self.parts:
+            _put(local, _values(local, boxes, HostBuffer.of(local), read))
 
 
 def _stage(
-    files: FileReader, tensor: torch.Tensor, stored: StoredTensor, sums: Sums, memory: HostBuffer | None
+    files: FileReader, parts: LocalTensors, stored: StoredTensor, sums: Sums, memory: HostBuffer | None
 ) -> Iterator[StagedValues]:
     """Read the values of a tensor's local tensors and note their checksums; without `memory`, write them at once."""
-    for local, boxes in _locals(tensor):
-        place = HostBuffer.of(local) if memory is None else memory
-        if len(boxes) == 1:
-            box = boxes[0][0]
-            values, found = read_box(files, stored, box, place)
-            note_sums(sums, stored, box, found)
-        else:
-            _, values = place.take(tuple(local.shape), local.dtype)
-            for box, within in boxes:
-                values[within], found = read_box(files, stored, box)
-                note_sums(sums, stored, box, found)
+
+    def read(box: Box, place: HostBuffer) -> torch.Tensor:
+        values, found = read_box(files, stored, box, place)
+        note_sums(sums, stored, box, found)
+        return values
+
+    for local, boxes in parts:
+        values = _values(local, boxes, HostBuffer.of(local) if memory is None else memory, read)
         if memory is not None:
             yield StagedValues(local, values, stored.name)
-        elif values.data_ptr() != local.data_ptr():
-            put_values(local, values)
+        else:
+            _put(local, values)
 
 
-def _locals(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[tuple[Box, tuple[slice, ...]]]]]:
+def _values(
+    local: torch.Tensor,
+    boxes: Boxes,
+    place: HostBuffer,
+    read: Callable[[Box, HostBuffer], torch.Tensor],
+) -> torch.Tensor:
+    """Values of a local tensor, in memory of `place`; `read` reads a box."""
+    if len(boxes) == 1:
+        return read(boxes[0][0], place)
+    _, values = place.take(tuple(local.shape), local.dtype)
+    for box, within in boxes:
+        values[within] = read(box, HostBuffer(0))
+    return values
+
+
+def _put(local: torch.Tensor, values: torch.Tensor) -> None:
+    """Write values to a local tensor, if they are not in its memory already."""
+    if values.data_ptr() != local.data_ptr():
+        put_values(local, values)
+
+
+def _locals(tensor: torch.Tensor) -> Iterator[tuple[torch.Tensor, Boxes]]:
     """The non-empty local tensors of a tensor in this process, each with its boxes."""
     if not isinstance(tensor, DTensor):
         box = full_box(tensor.shape)

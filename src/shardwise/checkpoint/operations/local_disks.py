@@ -157,6 +157,7 @@ def fetch_parts(
         (_provider(holders[request.file], number, request, index), rank, request)
         for number, (rank, of_rank) in enumerate(requests.items())
         for request in of_rank
+        if rank not in holders[request.file]  # its disk shows the file late: it reads the file itself
     ]
 
     def data(number: int) -> torch.Tensor:
