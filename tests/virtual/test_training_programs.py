@@ -264,11 +264,12 @@ def test_layers_may_be_pruned_after_they_are_sharded(shape: tuple[int, ...], wra
     def program(model: Any, put: Callable[[torch.Tensor], Any]) -> None:
         prune.l1_unstructured(model[0], "weight", amount=0.3)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for step in range(2):
+        batches = [tuple(map(put, batch(5 + step, step))) for step in range(2)]
+        for x, y in batches:
             optimizer.zero_grad()
-            x, y = map(put, batch(5 + step, step))
             F.mse_loss(model(x), y).backward()
             optimizer.step()
+        x, y = batches[-1]
         prune.remove(model[0], "weight")
         F.mse_loss(model(x), y).backward()
 

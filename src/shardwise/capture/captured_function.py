@@ -503,7 +503,8 @@ def left_behind(entry: Any, values: tuple[torch.Tensor, ...], roots: Any, slots:
             roots[target]._spec = value[1]  # pyright: ignore[reportAttributeAccessIssue]
         elif kind == "view":  # the last ones, so that the versions of bases are those after the call
             args, kwargs = built(value[1], found, roots, made)
-            made[target]._mark_copied(CopiedView(value[0], args, kwargs, value[2], version_of(args[0])))
+            base = args[0]
+            made[target]._mark_copied(CopiedView(value[0], args, kwargs, value[2], version_of(base), base._memory))
         else:
             slots[target].put(built(value, found, roots, made))
     return result
