@@ -1,5 +1,7 @@
 """A sample of random functions, the same on each run; `python -m tests.virtual.captured_programs` runs any number."""
 
+from typing import Any
+
 import pytest
 import torch
 
