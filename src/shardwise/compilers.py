@@ -160,16 +160,21 @@ def _this_process() -> str:
     return os.urandom(16).hex()
 
 
-def never_traced(*functions: Callable[..., Any]) -> None:
+def never_traced(*functions: Callable[..., Any], callees: bool = False) -> None:
     """Mark functions that torch calls for us (dispatch, gradients): neither they nor their callees are compiled.
 
     Outside of a graph, for example after a graph break, Dynamo examines every Python function that runs.
+
+    Args:
+        functions: the functions.
+        callees: compile what they call.
     """
     try:
         frames = dynamo_frames()
-        skip = frames._FrameAction.SKIP
+        actions = frames._FrameAction
+        strategy = frames._FrameExecStrategy(actions.SKIP, actions.DEFAULT if callees else actions.SKIP)
         for function in functions:
-            frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
+            frames.set_code_exec_strategy(function.__code__, strategy)
     except AttributeError:  # another version of torch: slower after graph breaks, not wrong
         return
 

@@ -274,3 +274,32 @@ def test_layers_may_be_pruned_after_they_are_sharded(shape: tuple[int, ...], wra
         F.mse_loss(model(x), y).backward()
 
     check_program(program, wrap, shape)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo reads it
+@pytest.mark.parametrize("how", ["model", "blocks"])
+def test_an_interrupted_compiled_step_does_not_change_those_after_it(how: str) -> None:
+    interrupts = [False]
+
+    @torch.compiler.disable
+    def interrupt() -> None:
+        if interrupts[0]:
+            raise KeyboardInterrupt
+
+    def program(model: Any, put: Callable[[torch.Tensor], Any]) -> None:
+        model[2].register_forward_hook(lambda *_: interrupt())
+        run = torch.compile(model, backend="eager") if how == "model" else model
+        for child in model if how == "blocks" else ():
+            child.compile(backend="eager")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(4):
+            x, y = map(put, batch(5, step))
+            interrupts[0] = step == 1
+            optimizer.zero_grad()
+            with contextlib.suppress(KeyboardInterrupt):
+                F.mse_loss(run(x), y).backward()
+            assert [*model.parameters()] == optimizer.param_groups[0]["params"]
+            optimizer.step()
+
+    check_program(program, by_child, (2,))
+    torch._dynamo.reset()

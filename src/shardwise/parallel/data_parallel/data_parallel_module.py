@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+from shardwise.compilers import never_traced
 from shardwise.core.tracing import is_dynamo_compiling
 from shardwise.parallel.data_parallel.module_tree import STATE, states_under
 from shardwise.parallel.data_parallel.schedule import ModuleState, leave_forwards, running_forwards
@@ -34,7 +35,7 @@ class DataParallelModule:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         parent: Any = super()
-        if is_dynamo_compiling():
+        if is_dynamo_compiling():  # a caller is compiled
             return parent.__call__(*args, **kwargs)
         running = running_forwards()
         try:
@@ -75,3 +76,6 @@ class DataParallelModule:
         finally:
             for state, value in zip(states, before, strict=True):
                 state.requires_gradient_sync = value
+
+
+never_traced(DataParallelModule.__call__, callees=True)  # so that it sees interrupts of compiled modules, too
