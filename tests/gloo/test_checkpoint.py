@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,7 @@ def a_rank_fails(folder: str) -> list[str]:
     attempt(lambda: load({"x": target}, place / "d"))
     assert target.to_local().count_nonzero() == 0
     attempt(lambda: load({"x": target}, place / ("d" if rank else "none")))
+    attempt(lambda: load({"x": target}, place / "nowhere"))
     attempt(lambda: load({"x": target, **({"y": 1} if rank == 1 else {})}, place / "d"))
     return told
 
@@ -322,7 +324,7 @@ def test_a_rank_reads_its_part_alone(gloo4: ProcessPool, tmp_path: Path) -> None
 
 def test_an_error_of_one_rank_is_raised_on_all(gloo4: ProcessPool, tmp_path: Path) -> None:
     for told in gloo4.run(a_rank_fails, str(tmp_path)):
-        odd, disk, behind, paths, damaged, none, more = told
+        odd, disk, behind, paths, damaged, none, nowhere, more = told
         assert "odd is of type builtins.object" in odd
         assert "No space left" in disk
         assert "No space left" in behind
@@ -330,6 +332,8 @@ def test_an_error_of_one_rank_is_raised_on_all(gloo4: ProcessPool, tmp_path: Pat
         assert "the ranks save to different paths" in paths
         assert "tensor x: its block at (2,) in blocks-00001.safetensors" in damaged
         assert "there is no checkpoint" in none
+        assert "nowhere" in nowhere
+        assert re.search(r"raised by rank \d on \S", nowhere)
         assert "missing from the checkpoint: y" in more
     assert [path.name for path in tmp_path.iterdir()] == ["d"]
 
