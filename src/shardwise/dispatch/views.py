@@ -143,7 +143,7 @@ def _views_marked(run: Executor, info: OpInfo) -> Executor:
 
     def run_and_mark(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         views = run(args, kwargs)
-        if args and getattr(args[0], "_copied_view", None) is not None:  # a plain tensor has none
+        if args and args[0]._copied_view is not None:
             mark_views(info, args, kwargs, views)
         return views
 
