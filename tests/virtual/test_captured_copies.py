@@ -181,7 +181,52 @@ def drawn_into_a_copy(x: Any) -> Any:
     return copy * 2, x * 3
 
 
+def source_leaves_and_the_copy_is_written(x: Any) -> Any:
+    y = x * 2
+    copy = y.clone()
+    copy.add_(1)
+    return y, copy * 2
+
+
+def written_before_and_after(x: Any) -> Any:
+    y = x * 2
+    copy = y.clone()
+    copy.add_(1)
+    z = y * 2
+    copy.add_(1)
+    return copy * 3, z
+
+
+def seen_as_halves(x: Any) -> Any:
+    first, second = x * 2, x * 3
+    seen = second.view(torch.int16)
+    joined = torch.cat([first, second]).view(torch.int16).view(-1)
+    return joined[64:128].float(), seen.float()
+
+
+def one_of_two_results(x: Any) -> Any:
+    return (x * 2).clone().sort(0).values * 2, (x * 3).clone().sort(0).indices * 2.0
+
+
+def filled_from_a_later_copy(x: Any) -> Any:
+    first, second = x * 5, x * 2
+    buffer = torch.empty(2 * ROWS, COLUMNS)
+    buffer[:ROWS].copy_(first)
+    copy = second.clone()
+    copy.add_(1)
+    buffer[ROWS:].copy_(copy)
+    return buffer[ROWS:] * 2, buffer[:ROWS] * 3
+
+
+def with_gaps(x: Any) -> Any:
+    y, buffer = x * 2, torch.zeros(ROWS, COLUMNS)
+    buffer[:, :8].copy_(y[:, :8])
+    return buffer[:2] * 2, y * 3
+
+
 KEPT = (
+    source_leaves_and_the_copy_is_written, written_before_and_after, seen_as_halves, one_of_two_results,
+    filled_from_a_later_copy, with_gaps,
     source_is_written, source_is_copied_into, copy_is_written, copy_leaves_written, one_of_two_is_written,
     copy_of_a_written_copy, read_before_it_is_filled, filled_twice, partly_filled, within_one_memory, another_order,
     other_numbers, seen_as_integers, overlapping_sources, overlapping_sources_leave, copies_of_copies, shifted_copies,
@@ -207,6 +252,21 @@ def test_each_condition(function: Any) -> None:
     assert len(step.programs) == 1
 
 
+def test_an_optimizer_writes_to_the_source() -> None:
+    weight = torch.nn.Parameter(torch.ones(ROWS, COLUMNS))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+
+    def function(x: Any) -> Any:
+        before = weight.detach().clone()
+        optimizer.zero_grad()
+        (weight * x).sum().backward()
+        optimizer.step()
+        return before * 2
+
+    step = captured(function, verify=False)
+    assert [step(torch.ones(ROWS, COLUMNS))[0, 0].item() for _ in range(4)] == [2.0, 1.0, 0.0, -1.0]
+
+
 # How many bytes are copied: of a function without the pass, and with it.
 LEFT_OUT: dict[str, tuple[Any, int, int]] = {
     "a clone": (lambda x: (x * 2).clone() * 3, 256, 0),
@@ -215,6 +275,7 @@ LEFT_OUT: dict[str, tuple[Any, int, int]] = {
     "an argument": (lambda x: x.clone(), 256, 256),
     "through a buffer": (lambda x: torch.cat([x[:2], x[2:]])[1:2] * 3, 256, 0),
     "into a buffer and out of it": (lambda x: [t * 2 for t in torch.cat([x, x * 2]).split(ROWS)], 512, 0),
+    "of a part that is a copy": (lambda x: torch.cat([x * 2, x * 3])[ROWS:].clone() * 3, 768, 0),
     "at another alignment": (lambda x: (x * 2).view(-1)[1:33].clone() * 3, 128, 128),
     "of copies": (lambda x: (x * 2).clone().clone()[:1].clone() * 3, 576, 64),
     "that is written to at the end": (lambda x: (x * 2).clone().add_(1) * 3, 256, 0),
