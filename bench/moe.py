@@ -4,19 +4,22 @@ Both sort the choices by expert, exchange sizes, exchange rows, sort what arrive
 manner; forward and backward, with weights of the choices, and both give the same bits on each run. The one by hand
 sends a row for each choice, and uses the fastest operators for it (`index_select`). Asked: not slower. Experts do
 nothing in some figures, so that dispatch and return are all there is, and are two grouped products in others.
-Interleaved, the median of steps; the slowest rank counts. Processes that share cores wait for each other, so the time
-of the processors is there too, of all ranks. So are counts of one step on one rank: functions of Python, operators on
-plain tensors, and collectives.
+Interleaved, the median of steps, and the least; the slowest rank counts. Processes that share cores wait for each
+other, so the time of the processors is there too, of all ranks. So are counts of one step on one rank: functions of
+Python, operators on plain tensors, and collectives.
+
+    python -m bench.moe --ranks 2 --repeats 200 --small    # of 512 tokens of 256 alone, experts that do nothing
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -51,15 +54,16 @@ class AllToAll(torch.autograd.Function):
 
 def by_hand(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: int, compute: Any) -> torch.Tensor:
     """One layer of experts, each rank with its part of all tensors."""
-    choices, each = ids.shape[1], experts // RANKS
+    choices, ranks = ids.shape[1], dist.get_world_size()
+    each = experts // ranks
     order = torch.sort(ids.flatten(), stable=True)[1]
     counts = torch.bincount(ids.flatten(), minlength=experts)
     theirs = torch.empty_like(counts)
     dist.all_to_all_single(theirs, counts)
-    table = torch.stack([counts, theirs]).view(2, RANKS, each)
+    table = torch.stack([counts, theirs]).view(2, ranks, each)
     sent, got = table.sum(2).tolist()
     arrived = AllToAll.apply(x.index_select(0, order // choices), sent, got)
-    expert = torch.repeat_interleave(torch.arange(each).repeat(RANKS), theirs, output_size=sum(got))
+    expert = torch.repeat_interleave(torch.arange(each).repeat(ranks), theirs, output_size=sum(got))
     by_expert = torch.sort(expert, stable=True)[1]
     offs = table[1].sum(0).cumsum(0).to(torch.int32)
     out = compute(arrived.index_select(0, by_expert), offs)
@@ -79,11 +83,12 @@ def sides(experts: int, choices: int, products: bool, tokens: int, width: int) -
     """A step of each side on this rank."""
     rank = dist.get_rank()
     torch.manual_seed(rank)
-    mesh = sw.init_device_mesh("cpu", (RANKS,), mesh_dim_names=("ep",))
+    ranks = dist.get_world_size()
+    mesh = sw.init_device_mesh("cpu", (ranks,), mesh_dim_names=("ep",))
     x = torch.randn(tokens, width)
     chances = torch.randn(tokens, experts).softmax(-1)
     weights, ids = chances.topk(choices)
-    up, down = (torch.randn(experts // RANKS, width, width) / width**0.5 for _ in range(2))
+    up, down = (torch.randn(experts // ranks, width, width) / width**0.5 for _ in range(2))
     made: dict[str, Callable[[], Any]] = {}
     for name, layer in (("by hand", by_hand), ("shardwise", ours)):
         given = [x, ids, weights, up, down]
@@ -144,17 +149,19 @@ def counts(step: Callable[[], Any]) -> str:
     return f"{functions} functions, {found.operators} operators, {found.collectives} collectives"
 
 
-def on_rank(rank: int, port: int, results: Any) -> None:
-    """All cases on one process; the first one leaves the medians."""
+def on_rank(rank: int, port: int, results: Any, given: argparse.Namespace) -> None:
+    """All cases on one process; the first one leaves the medians and the least."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=RANKS)
+    dist.init_process_group("gloo", rank=rank, world_size=given.ranks)
     for (tokens, width), products, (experts, choices) in itertools.product(SIZES, (False, True), CASES):
-        if products and tokens > SIZES[0][0]:
+        if tokens > SIZES[0][0] and (products or given.small):
             continue  # as much as takes minutes; what experts cost is the same on both sides
+        if products and given.small:
+            continue
         steps = sides(experts, choices, products, tokens, width)
         times: dict[str, list[list[float]]] = {name: [] for name in steps}
-        for turn in range((REPEATS if tokens == SIZES[0][0] else REPEATS // 2) + 2):
+        for turn in range((given.repeats if tokens == SIZES[0][0] else given.repeats // 2) + 2):
             for name in sorted(steps, reverse=bool(turn % 2)):
                 dist.barrier()
                 begin, used = time.perf_counter(), time.process_time()
@@ -167,28 +174,37 @@ def on_rank(rank: int, port: int, results: Any) -> None:
                 times[name].append([taken[0].item(), total.item()])
         counted = {name: counts(step) for name, step in steps.items()}
         if rank == 0:
-            medians = {n: [statistics.median(each) for each in zip(*t[2:], strict=True)] for n, t in times.items()}
-            results.put((tokens, width, products, experts, choices, medians, counted))
+            steady = {name: list(zip(*found[2:], strict=True)) for name, found in times.items()}
+            shown = {n: [*map(statistics.median, found), min(found[0])] for n, found in steady.items()}
+            results.put((tokens, width, products, experts, choices, shown, counted))
     dist.destroy_process_group()
 
 
-def main() -> None:
+def main(arguments: Sequence[str] = ()) -> None:
     """Print the time of a step on each side."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=RANKS)
+    parser.add_argument("--repeats", type=int, default=REPEATS)
+    parser.add_argument("--small", action="store_true", help="the smaller size alone, experts that do nothing")
+    given = parser.parse_args(arguments)
     results: Any = mp.get_context("spawn").SimpleQueue()
-    mp.start_processes(on_rank, (29751, results), nprocs=RANKS, start_method="spawn")  # pyright: ignore[reportPrivateImportUsage]
-    print(f"{RANKS} gloo processes, forward and backward")
+    mp.start_processes(on_rank, (29751, results, given), nprocs=given.ranks, start_method="spawn")  # pyright: ignore[reportPrivateImportUsage]
+    print(f"{given.ranks} gloo processes, forward and backward")
     while not results.empty():
         tokens, width, products, experts, choices, times, counted = results.get()
         kind = "two grouped products" if products else "dispatch alone"
         what = f"{tokens} tokens of {width} on each rank, {kind}, {experts} experts, top-{choices}"
         shown = ", ".join(
-            f"{name} {wall * 1e3:.1f} ms (processors {used * 1e3:.1f} ms)" for name, (wall, used) in times.items()
+            f"{name} {wall * 1e3:.1f} ms (processors {used * 1e3:.1f} ms, least {least * 1e3:.1f} ms)"
+            for name, (wall, used, least) in times.items()
         )
-        wall, used = (ours / theirs for ours, theirs in zip(times["shardwise"], times["by hand"], strict=True))
-        print(f"  {what}: {shown}; {figure(f'{what}, to a dispatcher by hand', wall, 1.0)}; processors {used:.2f}")
+        pairs = zip(times["shardwise"], times["by hand"], strict=True)
+        wall, used, least = (ours / theirs for ours, theirs in pairs)
+        asked = figure(f"{what}, to a dispatcher by hand", wall, 1.0)
+        print(f"  {what}: {shown}; {asked}; processors {used:.2f}; least {least:.2f}")
         if not products:
             print("    " + "; ".join(f"{name}: {text}" for name, text in counted.items()))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
