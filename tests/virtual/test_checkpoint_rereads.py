@@ -38,9 +38,9 @@ def saved(tmp_path: Path, dtype: torch.dtype = torch.float32) -> tuple[dict[str,
     return values, tmp_path / "c"
 
 
-def flip(file: Path, at: int) -> None:
+def flip(file: Path, at: int, bits: int = 4) -> None:
     data = bytearray(file.read_bytes())
-    data[at] ^= 4
+    data[at] ^= bits
     with file.open("r+b") as same:  # the same file: it is open in the reader
         same.write(data)
 
@@ -61,6 +61,27 @@ def test_damage_after_verification_is_an_error(
         load(state, path)
     assert "the state is partly loaded" in str(caught.value)
     assert torch.equal(state["a"].full_tensor(), values["a"])
+
+
+def test_signs_of_two_numbers_after_verification_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sum of pairs does not see these bits; the checksum does, and is compared if a file was written to."""
+    values, path = saved(tmp_path, torch.float64)
+
+    def negate_two() -> None:
+        flip(path / FILE, 4096 + 96 + 7, 128)
+        flip(path / FILE, 4096 + 96 + 15, 128)
+
+    after_verification(monkeypatch, negate_two)
+    with pytest.raises(sw.CheckpointError, match=rf"b: {FILE} has changed since its block at \(3, 0\)"):
+        load({name: torch.zeros_like(value) for name, value in values.items()}, path)
+
+
+def test_a_file_that_is_touched_after_verification_loads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    values, path = saved(tmp_path)
+    after_verification(monkeypatch, lambda: os.utime(path / FILE))
+    state = {name: torch.zeros_like(value) for name, value in values.items()}
+    load(state, path)
+    assert all(torch.equal(state[name], values[name]) for name in values)
 
 
 def test_a_file_that_is_cut_after_verification_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,7 @@ class PartSum:
 
     @property
     def pairs(self) -> int:
-        """The sum of pairs of words. Equal for equal bytes; a change inside one pair always changes it."""
+        """The sum of pairs of words. A change inside one pair changes it; one of the highest bits of two may not."""
         return self._pairs % MODULUS
 
     @property

@@ -15,11 +15,11 @@ from shardwise.checkpoint.io.range_reader import FileReader
 from shardwise.checkpoint.partition.boxes import Box, byte_runs, intersection
 from shardwise.errors import CheckpointError
 
-__all__ = ["BlockSums", "Pairs", "Sums", "check_sums", "note_sums", "parts_of", "read_again", "read_box", "sum_box"]
+__all__ = ["BlockSums", "PartSums", "Sums", "check_sums", "note_sums", "parts_of", "read_again", "read_box", "sum_box"]
 
 BlockSums = dict[int, tuple[int, int]]  # for a box: bytes read and their checksum, by the number of the stored block
 Sums = dict[tuple[str, Box], BlockSums]
-Pairs = dict[int, int]  # for a box: sums that tell whether bytes are still the same, by the number of the stored block
+PartSums = dict[int, PartSum]  # for a box: the sums of its part of each stored block, by the number of the block
 
 
 _none = HostBuffer(0)
@@ -33,20 +33,28 @@ def read_box(
     return values, _checksums(parts)
 
 
-def sum_box(files: FileReader, stored: StoredTensor, box: Box) -> tuple[BlockSums, Pairs]:
+def sum_box(files: FileReader, stored: StoredTensor, box: Box) -> tuple[BlockSums, PartSums]:
     """The checksums of `read_box`, without its memory; and what `read_again` compares with."""
-    parts: dict[int, PartSum] = {}
+    parts: PartSums = {}
     for number, block, part in parts_of(stored, box):
         parts[number] = PartSum()
         _read_part(files, stored, block, part, None, parts[number])
-    return _checksums(parts), {number: sums.pairs for number, sums in parts.items()}
+    return _checksums(parts), parts
 
 
-def read_again(files: FileReader, stored: StoredTensor, box: Box, memory: HostBuffer, before: Pairs) -> torch.Tensor:
-    """The values of a box that was summed before. Raises if its bytes are not the same any more."""
-    values, parts = _read(files, stored, box, memory, full=False)
+def read_again(files: FileReader, stored: StoredTensor, box: Box, memory: HostBuffer, before: PartSums) -> torch.Tensor:
+    """The values of a box that was summed before. Raises if its bytes are not the same any more.
+
+    The sum of pairs is compared: it misses changes of the highest bits alone. So checksums are compared as well if a
+    file may have been written to.
+    """
+    full = files.is_touched()
+    values, parts = _read(files, stored, box, memory, full=full)
+    if not full and files.is_touched():
+        full = True
+        values, parts = _read(files, stored, box, HostBuffer.of(values), full=True)
     for number, sums in parts.items():
-        if sums.pairs != before[number]:
+        if sums.pairs != before[number].pairs or (full and sums.checksum != before[number].checksum):
             block = stored.blocks[number]
             raise CheckpointError(
                 f"tensor {stored.name}: {block.file} has changed since its block at {block.box.offset} was verified",
@@ -57,10 +65,10 @@ def read_again(files: FileReader, stored: StoredTensor, box: Box, memory: HostBu
 
 def _read(
     files: FileReader, stored: StoredTensor, box: Box, memory: HostBuffer, *, full: bool
-) -> tuple[torch.Tensor, dict[int, PartSum]]:
+) -> tuple[torch.Tensor, PartSums]:
     itemsize = stored.dtype.itemsize
     data, values = memory.take(box.sizes, stored.dtype)
-    parts: dict[int, PartSum] = {}
+    parts: PartSums = {}
     for number, block, part in parts_of(stored, box):
         dense = _dense_range(box, part, itemsize)
         out, piece = _none.take(part.sizes, stored.dtype) if dense is None else (data[dense], None)

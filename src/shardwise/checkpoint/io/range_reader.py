@@ -110,8 +110,10 @@ class LocalFile:
     """A regular file of a local or mounted file system."""
 
     def __init__(self, fd: int) -> None:
+        status = os.fstat(fd)
         self.descriptor = fd
-        self.size = os.fstat(fd).st_size
+        self.size = status.st_size
+        self._written = status.st_mtime_ns
 
     def read_into(self, view: memoryview, at: int) -> int:
         """Read at most `len(view)` bytes from byte `at` on. Returns their number, 0 at the end of the file."""
@@ -121,6 +123,10 @@ class LocalFile:
         """Start to read this range into the page cache; for a dense one the system does it by itself."""
         if not dense:
             os.posix_fadvise(self.descriptor, at, length, os.POSIX_FADV_WILLNEED)
+
+    def is_touched(self) -> bool:
+        """Whether its time of the last write has changed since it was opened."""
+        return os.fstat(self.descriptor).st_mtime_ns != self._written
 
     def close(self) -> None:
         """Close the file."""
@@ -281,6 +287,10 @@ class FileReader:
                 self._open.pop(next(iter(self._open))).close()
         self._open[name] = file  # the most recently used is last
         return file
+
+    def is_touched(self) -> bool:
+        """Whether one of the open files may have been written to since it was opened."""
+        return any(isinstance(file, LocalFile) and file.is_touched() for file in self._open.values())
 
     def read_part(
         self,

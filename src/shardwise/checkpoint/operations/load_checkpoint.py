@@ -28,7 +28,7 @@ from shardwise.checkpoint.format.state_tree import (
     tensors_in,
 )
 from shardwise.checkpoint.io.box_reader import (
-    Pairs,
+    PartSums,
     Sums,
     check_sums,
     note_sums,
@@ -418,7 +418,7 @@ def _boxes(fit: StateMatch) -> Iterator[tuple[StoredTensor, Box]]:
 
 def _verify(files: FileReader, parts: LocalTensors, stored: StoredTensor, sums: Sums) -> VerifiedTensor:
     """Note the checksums of a tensor's local tensors."""
-    before: dict[Box, Pairs] = {}
+    before: dict[Box, PartSums] = {}
     for _, boxes in parts:
         for box, _ in boxes:
             if box not in before:
@@ -434,7 +434,7 @@ class VerifiedTensor(NamedTuple):
     files: FileReader
     parts: LocalTensors
     stored: StoredTensor
-    before: Mapping[Box, Pairs]
+    before: Mapping[Box, PartSums]
 
     def put(self) -> None:
         """Read the values into the tensor. They must be those that were verified."""
