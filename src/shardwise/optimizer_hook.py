@@ -2,14 +2,19 @@
 
 The gradient of a replicated parameter may still be Partial. An optimizer that copies it (`momentum_buffer`) would copy
 the layout too.
+
+torch's global hooks are registered once. Its table of hooks must not change while another thread steps an optimizer.
+Parts of the library that need the steps for a while add their functions to `before_step` and `after_step`.
 """
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise import modes
 from shardwise.core.placement import Replicate
@@ -17,7 +22,9 @@ from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.flat_buffer import FlatBuffer, alike
 from shardwise.tensor import DTensor, dtensor_of
 
-__all__ = ["align_gradients", "install"]
+__all__ = ["StepHook", "after_step", "align_gradients", "before_step", "install"]
+
+StepHook = Callable[[torch.optim.Optimizer, Any, Any], None]  # of an optimizer and the arguments of its step
 
 
 @torch.no_grad()
@@ -64,6 +71,22 @@ def _reduce_as_one(parameters: list[Any]) -> None:
         parameter.grad = dtensor_of(parameter._spec.with_dtype(part.dtype), part)
 
 
+before_step: list[StepHook] = [align_gradients]
+after_step: list[StepHook] = []
+
+
+@functools.cache
 def install() -> None:
-    """Register `align_gradients` as a hook before the steps of all optimizers."""
-    register_optimizer_step_pre_hook(align_gradients)
+    """Let `before_step` and `after_step` be called around the steps of all optimizers."""
+    register_optimizer_step_pre_hook(_before)
+    register_optimizer_step_post_hook(_after)
+
+
+def _before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for hook in tuple(before_step):
+        hook(optimizer, args, kwargs)
+
+
+def _after(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    for hook in tuple(after_step):
+        hook(optimizer, args, kwargs)

@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 from torch import optim
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise.capture.tape import Ref, Tape, Unit, refused
 from shardwise.events import user_line
 from shardwise.fabric.rank_tensor import RankTensor, is_of_ranks, parts_of
+from shardwise.optimizer_hook import after_step, before_step, install
 from shardwise.tensor import DTensor
 
 __all__ = ["LocalStep", "is_elementwise", "recording_steps", "state_shape"]
@@ -158,9 +158,11 @@ def recording_steps(tape: Tape) -> Iterator[None]:
         if tape.is_own_thread() and is_elementwise(optimizer):
             tape.resume()
 
-    handles = [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
+    install()
+    before_step.append(before)
+    after_step.append(after)
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        before_step.remove(before)
+        after_step.remove(after)

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwise.core.tracing import is_dynamo_compiling
+from shardwise.optimizer_hook import before_step
 from shardwise.parallel.data_parallel.schedule import forget_waiting_gradients, refuse_waiting_gradients
 
 __all__ = ["follow_waiting_gradients"]
@@ -25,7 +25,7 @@ def follow_waiting_gradients() -> None:
     """Let `zero_grad()` and `step()` take account of gradients that wait for a reduction."""
     nn.Module.zero_grad = _dropping(nn.Module.zero_grad, lambda module: [*module.parameters()])
     torch.optim.Optimizer.zero_grad = _dropping(torch.optim.Optimizer.zero_grad, _stepped)
-    register_optimizer_step_pre_hook(_before_step)
+    before_step.insert(0, _before_step)  # before gradients are communicated
 
 
 def _dropping(zero_grad: Callable[..., None], parameters: Callable[[Any], list[torch.Tensor]]) -> Callable[..., None]:
