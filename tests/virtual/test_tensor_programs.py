@@ -192,3 +192,22 @@ def test_results_that_a_tensor_cannot_hold(dtypes: Any, operator: str, line: sw.
         with pytest.raises(RuntimeError, match=r"can't be cast|Promotion"):
             getattr(given, operator)(other)
         assert torch.equal(given.full_tensor(), before)
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize("name", ["view_as", "reshape_as"])
+def test_writes_to_views_in_the_size_of_another_tensor(name: str, mode: Any) -> None:
+    """In inference mode these are operators of their own, with a DTensor as second argument."""
+    mesh = sw.init_device_mesh("cpu", (2,))
+    with mode():
+        plain, size = torch.arange(8.0), torch.zeros(2, 4)
+        base = sw.distribute_tensor(plain, mesh, [sw.Shard(0)])
+        wanted = getattr(plain, name)(size)
+        view = getattr(base, name)(sw.distribute_tensor(size, mesh, [sw.Shard(0)]))
+        for each in (wanted, view):
+            each[0, 0] = 9
+            each[1] += 1
+        assert torch.equal(base.full_tensor(), plain)
+        for each in (plain, base):
+            each.mul_(2)
+        assert torch.equal(view.full_tensor(), wanted)

@@ -49,6 +49,12 @@ PHYSICAL = {
     torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
 }
 DETACH = torch.ops.aten.detach.default
+# Views in the size of another tensor, and the same with a given size.
+SIZED_AS = {
+    torch.ops.aten.view_as.default: torch.ops.aten.view.default,
+    torch.ops.aten.reshape_as.default: torch.ops.aten.reshape.default,
+    torch.ops.aten.expand_as.default: torch.ops.aten.expand.default,
+}
 OVERLAPPING = {torch.ops.aten.unfold.default}  # views that may show an element several times
 # Views of some rows of a dim, and the operators that put rows back into a tensor.
 PUTTING_ROWS = {
@@ -130,14 +136,17 @@ def mark_views(info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any], v
     if info.op is DETACH and isinstance(base._copied_view, CopiedView):  # of the same base: torch detaches some views
         views._mark_copied(replace(base._copied_view))
         return
+    op = info.op
+    if op in SIZED_AS:  # the size is enough: the operator is repeated on plain tensors
+        op, args = SIZED_AS[op], (base, list(args[1].shape))
     if base._memory is None:
         base._memory = object()
     version = version_of(base)
     if isinstance(views, tuple | list):
         for item, view in enumerate(views):
-            view._mark_copied(CopiedView(info.op, args, kwargs, item, version, base._memory))
+            view._mark_copied(CopiedView(op, args, kwargs, item, version, base._memory))
     elif views is not base:  # which a decomposition may give back
-        views._mark_copied(CopiedView(info.op, args, kwargs, None, version, base._memory))
+        views._mark_copied(CopiedView(op, args, kwargs, None, version, base._memory))
 
 
 def copied_view(info: OpInfo, run: Executor) -> Executor:
