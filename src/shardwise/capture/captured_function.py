@@ -38,7 +38,7 @@ from shardwise.capture.timeline import timeline_of
 from shardwise.core.cache import BoundedCache
 from shardwise.core.tracing import is_dynamo_compiling
 from shardwise.debug.pictures.draw_timeline import Timeline
-from shardwise.dispatch.views import CopiedView, version_of
+from shardwise.dispatch.views import CopiedView, memory_of, version_of
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.events import decision_made, route_started, scatter_started, tensor_entered, tensor_moved
 from shardwise.fabric.base import on_new_world
@@ -504,7 +504,7 @@ def left_behind(entry: Any, values: tuple[torch.Tensor, ...], roots: Any, slots:
         elif kind == "view":  # the last ones, so that the versions of bases are those after the call
             args, kwargs = built(value[1], found, roots, made)
             base = args[0]
-            made[target]._mark_copied(CopiedView(value[0], args, kwargs, value[2], version_of(base), base._memory))
+            made[target]._mark_copied(CopiedView(value[0], args, kwargs, value[2], version_of(base), memory_of(base)))
         else:
             slots[target].put(built(value, found, roots, made))
     return result

@@ -162,10 +162,10 @@ class Leaving:
             for memory in self._memories(tensor):
                 holders.setdefault(memory, set()).add(id(tensor))
         shown: list[bool] = []
-        for chain in chains:
+        for (_, value), chain in zip(self._copied, chains, strict=True):
             top: Any = chain[-1].args[0]
             memories = [memory for view in chain for memory in self._memories(view.args[0])]
-            others = set().union(*(holders.get(memory, ()) for memory in memories)) - {id(top)}
+            others = set().union(*(holders.get(memory, ()) for memory in memories)) - {id(top), id(value)}
             is_root = id(top) in self.roots
             shown.append(is_root or id(top) in self._made or calls[id(top)] > 1)
             if (others - {_CALLER} if is_root else others) or (shown[-1] and len(chain) > 1):

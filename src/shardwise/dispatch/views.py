@@ -36,6 +36,7 @@ __all__ = [
     "is_norm",
     "mark_views",
     "materialize",
+    "memory_of",
     "push_back",
     "replace_local",
     "version_of",
@@ -130,6 +131,13 @@ def _writes_as_data(tensor: Any) -> int:
     return 0 if local is None else writes_as_data(local)
 
 
+def memory_of(base: Any) -> object:
+    """Identifies the memory and shape of a tensor, of which views are copies."""
+    if base._memory is None:
+        base._memory = object()
+    return base._memory
+
+
 def mark_views(info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any], views: Any) -> None:
     """Mark views that had to be copied, so that writes to them or to their base are not lost."""
     base = args[0]
@@ -139,14 +147,12 @@ def mark_views(info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any], v
     op = info.op
     if op in SIZED_AS:  # the size is enough: the operator is repeated on plain tensors
         op, args = SIZED_AS[op], (base, list(args[1].shape))
-    if base._memory is None:
-        base._memory = object()
-    version = version_of(base)
+    version, memory = version_of(base), memory_of(base)
     if isinstance(views, tuple | list):
         for item, view in enumerate(views):
-            view._mark_copied(CopiedView(op, args, kwargs, item, version, base._memory))
+            view._mark_copied(CopiedView(op, args, kwargs, item, version, memory))
     elif views is not base:  # which a decomposition may give back
-        views._mark_copied(CopiedView(op, args, kwargs, None, version, base._memory))
+        views._mark_copied(CopiedView(op, args, kwargs, None, version, memory))
 
 
 def copied_view(info: OpInfo, run: Executor) -> Executor:
