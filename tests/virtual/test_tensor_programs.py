@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -211,3 +212,50 @@ def test_writes_to_views_in_the_size_of_another_tensor(name: str, mode: Any) -> 
         for each in (plain, base):
             each.mul_(2)
         assert torch.equal(view.full_tensor(), wanted)
+
+
+VIEWS_OR_COPIES: dict[str, Callable[[Any], Any]] = {
+    "to": lambda x: x.to(torch.float32),
+    "to the same": lambda x: x.to(torch.float64),
+    "to a copy": lambda x: x.to(torch.float64, copy=True),
+    "type_as": lambda x: x.type_as(torch.zeros(1)),
+    "contiguous": lambda x: x.contiguous(),
+    "contiguous of a view": lambda x: x.t().contiguous(),
+    "reshape": lambda x: x.reshape(-1),
+    "reshape of a view": lambda x: x.t().reshape(-1),
+    "reshape_as": lambda x: x.reshape_as(x),
+    "flatten of a view": lambda x: x.t().flatten(),
+    "ravel of a view": lambda x: x.t().ravel(),
+    "bernoulli": lambda x: torch.bernoulli(x.sigmoid()),
+    "view_as": lambda x: x.view_as(x),
+    "unflatten": lambda x: x.unflatten(0, (2, 2)),
+    "movedim": lambda x: x.movedim(0, 1),
+    "narrow": lambda x: x.narrow(0, 1, 2),
+    "chunk": lambda x: x.chunk(2, 1)[0],
+    "tensor_split": lambda x: x.tensor_split(2)[0],
+    "broadcast_to": lambda x: x.broadcast_to(1, *x.shape),
+    "positive": lambda x: +x,
+    "conj": lambda x: x.conj(),
+    "dropout in eval": lambda x: torch.dropout(x, 0.5, False),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+@pytest.mark.parametrize("shape", [(2,), (3,), (2, 2)])
+def test_writes_reach_views_and_not_copies(shape: tuple[int, ...], mode: Any) -> None:
+    """In inference mode operators that may copy come to DTensors as one, and were taken for views."""
+    mesh = sw.init_device_mesh("cpu", shape)
+    for placements, (name, function) in itertools.product(
+        ([sw.Shard(0), sw.Shard(1)], [sw.Shard(1), sw.Shard(0)]), VIEWS_OR_COPIES.items()
+    ):
+        with mode():
+            plain = torch.arange(16.0, dtype=torch.float64).reshape(4, 4)
+            found: list[list[torch.Tensor]] = []
+            for base in (plain.clone(), sw.distribute_tensor(plain, mesh, placements[: len(shape)])):
+                torch.manual_seed(0)
+                result = function(base)
+                result.mul_(0.5).add_(1)
+                base.add_(100)
+                found.append([each.full_tensor() if isinstance(each, sw.DTensor) else each for each in (base, result)])
+            for wanted, given in zip(*found, strict=True):
+                assert torch.equal(wanted, given), (name, placements)

@@ -17,6 +17,7 @@ from shardwise.capture.reachable import Reachable
 from shardwise.capture.slots import MISSING, Slots
 from shardwise.capture.snapshot import Snapshot, local_of
 from shardwise.capture.tape import Ref, Tape, refused
+from shardwise.dispatch.views import OVERLAPPING
 from shardwise.fabric.rank_tensor import RankTensor, is_of_ranks, parts_of
 from shardwise.tensor import DTensor
 from shardwise.tensor.dtensor import REMEMBERED
@@ -167,7 +168,8 @@ class Leaving:
             memories = [memory for view in chain for memory in self._memories(view.args[0])]
             others = set().union(*(holders.get(memory, ()) for memory in memories)) - {id(top), id(value)}
             is_root = id(top) in self.roots
-            shown.append(is_root or id(top) in self._made or calls[id(top)] > 1)
+            is_overlapping = any(view.op in OVERLAPPING for view in chain)  # a write shows in the view itself
+            shown.append(is_root or id(top) in self._made or calls[id(top)] > 1 or is_overlapping)
             if (others - {_CALLER} if is_root else others) or (shown[-1] and len(chain) > 1):
                 raise refused(  # torch counts writes to all of them as one
                     "the step leaves a view that shares no memory with its base, since that is sharded; and the base "

@@ -12,7 +12,7 @@ from shardwise import modes
 from shardwise.core.spec import TensorMeta
 from shardwise.dispatch.executors import general_executor
 from shardwise.dispatch.signature import Executor, Signature, Wrapping, routes_between
-from shardwise.dispatch.views import COPYING_VIEWS, mark_views
+from shardwise.dispatch.views import COPYING_VIEWS
 from shardwise.local import any_complex, laid_out_like, seeing_conjugates
 from shardwise.plan.propagate import meta_tensor, replicated_spec
 from shardwise.rules.registry import overloads
@@ -39,9 +39,16 @@ LIKE = set(
 )  # fmt: skip
 
 
+def _dropout(tensor: Any, p: float, train: bool) -> Any:
+    """torch's decomposition. It copies if nothing is dropped; on one device the result is the operand then."""
+    return aten.dropout.default.decompose(tensor, p, train) if train and p else tensor
+
+
 @functools.cache
 def torch_decomposition(op: OpOverload) -> Callable[..., Any] | None:
     """The decomposition that torch has for an operator without a rule."""
+    if op is aten.dropout.default:
+        return _dropout
     if op._can_decompose():
         return op.decompose
     if OpInfo.of(op).is_view:  # these need storage offsets, which wrapper tensors lack
@@ -57,6 +64,8 @@ def decomposed(
 ) -> Executor:
     """Run a decomposition. Plain tensors among its results were created inside it, equal on every rank.
 
+    Operators that may return a view or a copy (`to`, `contiguous`, `reshape`) come here in inference mode. Whether a
+    result is a view of the operand is known to the operators that the decomposition calls.
     If a decomposition calls its own operator, or returns NotImplemented, the operator runs `directly`.
     Results have the strides of `metas`, if given: random numbers are drawn in the order of memory.
     """
@@ -69,9 +78,6 @@ def decomposed(
             results = wrapping.wrap_plain(compute(*args, **kwargs), mesh)
         if results is NotImplemented:
             return directly()(args, kwargs)
-        if info.is_view:
-            mark_views(info, args, kwargs, results)
-            return results
         return results if metas is None else wrapping.in_memory_order(results, metas)
 
     return run_decomposed

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.core.placement import norm_order
-from shardwise.core.spec import DTensorSpec
+from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.core.symbolic import has_symbols
 from shardwise.core.tracing import is_tracing
 from shardwise.dispatch.signature import Executor, Wrapping, gathered_local
@@ -29,6 +29,7 @@ from shardwise.torch_private import OpOverload
 __all__ = [
     "COPYING_VIEWS",
     "OUTSIDE",
+    "OVERLAPPING",
     "PHYSICAL",
     "CopiedView",
     "copied_view",
@@ -50,12 +51,7 @@ PHYSICAL = {
     torch.ops.aten._neg_view.default: torch.ops.aten.neg.default,
 }
 DETACH = torch.ops.aten.detach.default
-# Views in the size of another tensor, and the same with a given size.
-SIZED_AS = {
-    torch.ops.aten.view_as.default: torch.ops.aten.view.default,
-    torch.ops.aten.reshape_as.default: torch.ops.aten.reshape.default,
-    torch.ops.aten.expand_as.default: torch.ops.aten.expand.default,
-}
+RESHAPE = torch.ops.aten.reshape.default
 OVERLAPPING = {torch.ops.aten.unfold.default}  # views that may show an element several times
 # Views of some rows of a dim, and the operators that put rows back into a tensor.
 PUTTING_ROWS = {
@@ -144,15 +140,22 @@ def mark_views(info: OpInfo, args: tuple[Any, ...], kwargs: Mapping[str, Any], v
     if info.op is DETACH and isinstance(base._copied_view, CopiedView):  # of the same base: torch detaches some views
         views._mark_copied(replace(base._copied_view))
         return
-    op = info.op
-    if op in SIZED_AS:  # the size is enough: the operator is repeated on plain tensors
-        op, args = SIZED_AS[op], (base, list(args[1].shape))
+    if info.op is RESHAPE and not _reshaped_by_view(base._spec.tensor_meta, views._spec.tensor_meta):
+        return
     version, memory = version_of(base), memory_of(base)
     if isinstance(views, tuple | list):
         for item, view in enumerate(views):
-            view._mark_copied(CopiedView(op, args, kwargs, item, version, memory))
+            view._mark_copied(CopiedView(info.op, args, kwargs, item, version, memory))
     elif views is not base:  # which a decomposition may give back
-        views._mark_copied(CopiedView(op, args, kwargs, None, version, memory))
+        views._mark_copied(CopiedView(info.op, args, kwargs, None, version, memory))
+
+
+def _reshaped_by_view(before: TensorMeta, after: TensorMeta) -> bool:
+    """Whether `reshape` gives a view on one device, and not a copy."""
+    if before.is_symbolic or after.is_symbolic:
+        return True
+    base = torch.empty_strided(before.shape, before.stride, device="meta")
+    return base.reshape(after.shape).untyped_storage()._cdata == base.untyped_storage()._cdata
 
 
 def copied_view(info: OpInfo, run: Executor) -> Executor:
