@@ -236,6 +236,10 @@ VIEWS_OR_COPIES: dict[str, Callable[[Any], Any]] = {
     "broadcast_to": lambda x: x.broadcast_to(1, *x.shape),
     "positive": lambda x: +x,
     "conj": lambda x: x.conj(),
+    "as_strided_copy": lambda x: torch.as_strided_copy(x, (2, 2, 2), (1, 1, 1)),
+    "repeat_interleave": lambda x: x[0, 0].repeat_interleave(2),
+    "pixel_shuffle": lambda x: torch.pixel_shuffle(x.unsqueeze(0), 1),
+    "rows stored once": lambda x: x[:1].expand(2, 4).clone().view(8),
     "dropout in eval": lambda x: torch.dropout(x, 0.5, False),
 }
 

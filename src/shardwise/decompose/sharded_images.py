@@ -22,7 +22,7 @@ aten = torch.ops.aten
 @decomposition(aten.pixel_shuffle.default)
 def pixels_of_channels(x: Any, upscale_factor: int) -> Any:
     """The channels or the plane may be sharded, if blocks of pixels are not split."""
-    if not x.numel():
+    if not x.numel() or upscale_factor == 1:  # the result of views alone would be one; it is a copy
         return NotImplemented
     *batch, channels, height, width = x.shape
     side, at = upscale_factor, len(batch)
@@ -34,7 +34,7 @@ def pixels_of_channels(x: Any, upscale_factor: int) -> Any:
 @decomposition(aten.pixel_unshuffle.default)
 def channels_of_pixels(x: Any, downscale_factor: int) -> Any:
     """The channels or the plane may be sharded, if blocks of pixels are not split."""
-    if not x.numel():
+    if not x.numel() or downscale_factor == 1:
         return NotImplemented
     *batch, channels, height, width = x.shape
     side, at = downscale_factor, len(batch)

@@ -254,7 +254,8 @@ def _count_writes(wrapping: Wrapping, written: Sequence[Any]) -> None:
 def push_back(wrapping: Wrapping, info: OpInfo, view: Any) -> None:
     """Write the values of a copied view to its base, and to the bases above it."""
     made: Any = view._copied_view
-    written: Any = wrapping.wrapper(view._spec)(view._held)  # a DTensor with the values of the view
+    # a DTensor with the values of the view, read as they were written: a stale view would be computed again
+    written: Any = wrapping.wrapper(view._held_spec)(view._held)
     while made is not None:
         if made is OUTSIDE:
             raise UnsupportedError(

@@ -370,7 +370,13 @@ def local_as_strided(
     return aten.as_strided.default(local, size, stride, storage_offset or local.storage_offset())
 
 
-@rule(aten.as_strided.default, aten.as_strided_copy.default, localize=global_strides, local_op=local_as_strided)
+def local_as_strided_copy(*args: Any, **kwargs: Any) -> torch.Tensor:
+    """The same in memory of its own, where no two elements share a place."""
+    return local_as_strided(*args, **kwargs).clone(memory_format=torch.contiguous_format)
+
+
+@rule(aten.as_strided.default, localize=global_strides, local_op=local_as_strided)
+@rule(aten.as_strided_copy.default, localize=global_strides, local_op=local_as_strided_copy)
 def as_strided(call: Call) -> Factors:
     """Elements by their position in memory: only of a replicated tensor."""
     return moved([None] * len(call["self"].shape), [None] * len(call.results[0].shape))

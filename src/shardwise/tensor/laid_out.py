@@ -34,6 +34,11 @@ class LaidOutTensor(torch.Tensor):
         """The local as it is, even where it is a copied view whose base may have been written to since."""
         return LOCAL.__get__(self)
 
+    @property
+    def _held_spec(self) -> DTensorSpec:
+        """The layout as it is stored, in any state."""
+        return SPEC.__get__(self)
+
     def _mark_copied(self, made: Any) -> None:
         """Remember how a view was made that shares no memory with its base; None: it is an ordinary tensor again."""
         self._copied_view = made
