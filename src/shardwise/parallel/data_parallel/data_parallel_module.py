@@ -9,7 +9,7 @@ from typing import Any
 from shardwise.compilers import never_traced
 from shardwise.core.tracing import is_dynamo_compiling
 from shardwise.parallel.data_parallel.module_tree import STATE, states_under
-from shardwise.parallel.data_parallel.schedule import ModuleState, leave_forwards, running_forwards
+from shardwise.parallel.data_parallel.schedule import ModuleState, leave_forwards, thread_state
 from shardwise.parallel.data_parallel.waiting_gradients import follow_waiting_gradients
 
 __all__ = ["DataParallelModule"]
@@ -37,7 +37,7 @@ class DataParallelModule:
         parent: Any = super()
         if is_dynamo_compiling():  # a caller is compiled
             return parent.__call__(*args, **kwargs)
-        running = running_forwards()
+        running = len(thread_state.frames)
         try:
             return parent.__call__(*args, **kwargs)
         except BaseException as error:

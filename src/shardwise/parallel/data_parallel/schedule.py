@@ -35,7 +35,7 @@ __all__ = [
     "forget_waiting_gradients",
     "leave_forwards",
     "refuse_waiting_gradients",
-    "running_forwards",
+    "thread_state",
 ]
 
 
@@ -103,9 +103,10 @@ class Backward:
         for state in self.states:
             state.backward = None
             state.backward_over(self)
-        for state in _waiting_below(self.states):
-            self.states[state] = None
-            state.reduce_pending(self)
+        if _waiting:
+            for state in _waiting_below(self.states):
+                self.states[state] = None
+                state.reduce_pending(self)
         for state in self.states:
             if state.is_last_backward:
                 state.finish_reductions()
@@ -137,7 +138,7 @@ class _AtEnd:
 
 def current_backward() -> Backward:
     """The outermost backward running on this thread. The first use queues its callback."""
-    found = _thread.backward
+    found = thread_state.backward
     if found is None or found.is_over:
         task = current_graph_task()
         with _lock:
@@ -145,7 +146,7 @@ def current_backward() -> Backward:
             if found is None:
                 found = _backwards[task] = Backward(task)
                 queue_callback(_AtEnd(found))  # pyright: ignore[reportAttributeAccessIssue]
-        _thread.backward = found
+        thread_state.backward = found
     return found
 
 
@@ -171,18 +172,13 @@ class _Thread(threading.local):
         self.backward: Backward | None = None
 
 
-_thread = _Thread()
+thread_state = _Thread()
 
 
 def abandon_forward() -> None:
     """Discard the forwards running on this thread."""
-    while _thread.frames:
-        _close(_thread.frames.pop())
-
-
-def running_forwards() -> int:
-    """How many calls of wrapped modules are running on this thread."""
-    return len(_thread.frames)
+    while thread_state.frames:
+        _close(thread_state.frames.pop())
 
 
 def leave_forwards(running: int) -> None:
@@ -190,7 +186,7 @@ def leave_forwards(running: int) -> None:
 
     torch calls them after an `Exception`, but not after a KeyboardInterrupt.
     """
-    frames = _thread.frames
+    frames = thread_state.frames
     while len(frames) > running:
         frame = frames[-1]
         frame.state.after_forward(frame.module, (), None)
@@ -317,7 +313,7 @@ class ModuleState:
     @not_compiled
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The hook before a module's forward: gather its parameters, and begin to gather the next module's."""
-        frames = _thread.frames
+        frames = thread_state.frames
         run = frames[-1].run if frames else ForwardRun(self, in_backward())
         is_inside = self in [frame.state for frame in frames]
         frame = Frame(self, module, run, _meshes_of(args, kwargs))
@@ -350,7 +346,7 @@ class ModuleState:
         module.register_forward_hook(self._after_part, always_call=True)
 
     def _before_part(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        for frame in _thread.frames:
+        for frame in thread_state.frames:
             if frame.state is self:
                 return None
         if not in_backward():
@@ -358,7 +354,7 @@ class ModuleState:
         return self.before_forward(module, args, kwargs)
 
     def _after_part(self, module: nn.Module, args: Any, output: Any) -> Any:
-        for frame in _thread.frames:
+        for frame in thread_state.frames:
             if frame.module is module:
                 return self.after_forward(module, args, output)
         return output
@@ -366,7 +362,7 @@ class ModuleState:
     @not_compiled
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The hook after a module's forward (the output is None after an error): drop, and wait for backward."""
-        frames = _thread.frames
+        frames = thread_state.frames
         at = len(frames) - 1
         while at >= 0 and frames[at].module is not module:
             at -= 1
@@ -383,7 +379,7 @@ class ModuleState:
         return cast_floats(output, self.policy.output_dtype)
 
     def _leave(self, frame: Frame, output: Any) -> None:
-        inside = [other for other in _thread.frames if other.state is self]
+        inside = [other for other in thread_state.frames if other.state is self]
         if inside:  # another module of the same state, or a recursive call
             if inside[-1].compute_mesh is not frame.compute_mesh:
                 self.show(inside[-1].compute_mesh)
@@ -498,19 +494,14 @@ class ModuleState:
         """Called at the end of backward: restore the state between steps."""
         if self.requires_gradient_sync:
             self.reduce_pending(backward)
-        if self.leaves_gradients:
-            _waiting[self] = None
+        if not (self.requires_gradient_sync and self.requires_all_reduce and self.is_last_backward):
+            _waiting[self] = None  # a later backward reduces its gradients, or waits for that
         self.awaits_backward = False
         self.keeps_gathered = not self.reshard_after_backward
         if self.reshard_after_backward:
             self.drop()
         else:
             self.show_stored()
-
-    @property
-    def leaves_gradients(self) -> bool:
-        """Whether a backward leaves gradients to a later one, which reduces them or waits for that."""
-        return not (self.requires_gradient_sync and self.requires_all_reduce and self.is_last_backward)
 
     def reduce_pending(self, backward: Backward) -> None:
         """Begin to reduce gradients that are there, of this backward and of earlier ones."""
@@ -599,8 +590,6 @@ def _waiting_below(states: Iterable[ModuleState]) -> list[ModuleState]:
 
     They belong to modules below those that the forward began with. In an order that is the same on all ranks.
     """
-    if not _waiting:
-        return []
     outermost = dict.fromkeys([state.run.outermost for state in states if state.run is not None])
     found = dict.fromkeys([each for state in outermost for each in states_under(*state.modules)])
     return [state for state in found if state in _waiting and state not in states and state.requires_gradient_sync]
