@@ -22,8 +22,10 @@ aten = torch.ops.aten
 @decomposition(aten.pixel_shuffle.default)
 def pixels_of_channels(x: Any, upscale_factor: int) -> Any:
     """The channels or the plane may be sharded, if blocks of pixels are not split."""
-    if not x.numel() or upscale_factor == 1:  # the result of views alone would be one; it is a copy
+    if not x.numel():
         return NotImplemented
+    if upscale_factor == 1:  # views alone would give a view
+        return x.clone()
     *batch, channels, height, width = x.shape
     side, at = upscale_factor, len(batch)
     blocks = x.view(*batch, channels // side**2, side, side, height, width)
@@ -34,8 +36,10 @@ def pixels_of_channels(x: Any, upscale_factor: int) -> Any:
 @decomposition(aten.pixel_unshuffle.default)
 def channels_of_pixels(x: Any, downscale_factor: int) -> Any:
     """The channels or the plane may be sharded, if blocks of pixels are not split."""
-    if not x.numel() or downscale_factor == 1:
+    if not x.numel():
         return NotImplemented
+    if downscale_factor == 1:  # views alone would give a view
+        return x.clone()
     *batch, channels, height, width = x.shape
     side, at = downscale_factor, len(batch)
     blocks = x.view(*batch, channels, height // side, side, width // side, side)
