@@ -5,6 +5,7 @@ The fabric runs them; layouts have been chosen before.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,8 +21,8 @@ from shardwise.schema import OpInfo, Slot
 from shardwise.torch_private import DispatchKey, is_key_excluded, set_key_excluded, tree_leaves, tree_map
 
 __all__ = [
-    "any_complex", "coordinates_here", "in_order_of", "laid_out_like", "like", "local_runner", "seeing_conjugates",
-    "sparing_empty", "stored_zeros",
+    "any_complex", "coordinates_here", "in_order_of", "laid_out_like", "like", "local_runner", "seeing",
+    "seeing_conjugates", "sparing_empty", "stored_zeros",
 ]  # fmt: skip
 
 
@@ -32,20 +33,26 @@ def any_complex(*specs: Sequence[DTensorSpec]) -> bool:
 
 def seeing_conjugates(op: Callable[..., Any]) -> Callable[..., Any]:
     """Run `op` so that operators inside it see conjugate and negative bits; its results have none."""
-    keys = (DispatchKey.Conjugate, DispatchKey.Negative)
 
     def run_resolving_conjugates(*args: Any, **kwargs: Any) -> Any:
-        hidden = [is_key_excluded(key) for key in keys]
-        for key in keys:
-            set_key_excluded(key, False)
-        try:
+        with seeing(DispatchKey.Conjugate, DispatchKey.Negative):
             result = op(*args, **kwargs)
             return tree_map(lambda t: t.resolve_conj().resolve_neg() if isinstance(t, torch.Tensor) else t, result)
-        finally:
-            for key, was in zip(keys, hidden, strict=True):
-                set_key_excluded(key, was)
 
     return run_resolving_conjugates
+
+
+@contextlib.contextmanager
+def seeing(*keys: Any) -> Iterator[None]:
+    """Operators called inside `__torch_dispatch__` see what these keys stand for; torch hides it there."""
+    hidden = [is_key_excluded(key) for key in keys]
+    for key in keys:
+        set_key_excluded(key, False)
+    try:
+        yield
+    finally:
+        for key, was in zip(keys, hidden, strict=True):
+            set_key_excluded(key, was)
 
 
 def sparing_empty(info: OpInfo, op: Callable[..., Any]) -> Callable[..., Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import faulthandler
 import functools
 import multiprocessing
 import os
@@ -22,6 +23,8 @@ from shardwise.fabric.rank_tensor import parts_of
 
 Compare = Callable[..., tuple[int, int]]  # of a seed: how many calls ran as programs, and how many programs there were
 Outcome = tuple[int, int, int, str]
+NOT_BEGUN = "no time left"
+STUCK = 60.0  # seconds after which a seed is taken to hang, and its stack is printed
 
 
 class Refused(Exception):
@@ -52,11 +55,12 @@ def _bytes(part: torch.Tensor) -> bytes:
     return copy.copy_(part.reshape(-1)).view(torch.uint8).numpy().tobytes()
 
 
-def _timed(compare: Compare, given: tuple[int, int, float]) -> Outcome | None:
+def _timed(compare: Compare, given: tuple[int, int, float]) -> Outcome:
     """The outcome of one seed, if there is time left for it."""
     seed, calls, end = given
     if time.time() > end:
-        return None
+        return seed, 0, 0, NOT_BEGUN
+    faulthandler.dump_traceback_later(STUCK, file=sys.__stderr__)
     try:
         ran, programs = compare(seed, calls=calls)
         return seed, ran, programs, ""
@@ -64,6 +68,8 @@ def _timed(compare: Compare, given: tuple[int, int, float]) -> Outcome | None:
         return seed, 0, 0, f"refused: {refused}"
     except Exception:
         return seed, 0, 0, traceback.format_exc(limit=-4)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def _cause(text: str) -> str:
@@ -84,19 +90,32 @@ def run_seeds(compare: Compare, calls: int, description: str | None, arguments: 
     parser.add_argument("--show", type=int, default=5, help="how many failures are shown in full")
     options = parser.parse_args(arguments)
     end = time.time() + options.seconds
-    given = [(seed, options.calls, end) for seed in range(options.seed, options.seed + options.programs)]
+    seeds = range(options.seed, options.seed + options.programs)
     torch.set_num_threads(1)
     was = signal.signal(signal.SIGTERM, _stop)
     totals = _Totals(options.calls, options.show)
+    left = set(seeds)
+    timed, given = functools.partial(_timed, compare), [(seed, options.calls, end) for seed in seeds]
+    # kept to the end: the finalizer of a pool that lost a worker waits forever
+    pool = multiprocessing.get_context("spawn").Pool(options.jobs, _begin_worker) if options.jobs > 1 else None
     try:
-        for found in _results(functools.partial(_timed, compare), given, options.jobs):
-            totals.add(found)
+        for found in map(timed, given) if pool is None else _by_workers(pool, timed, given):
+            left.discard(found[0])
+            if found[3] != NOT_BEGUN:
+                totals.add(found)
     except KeyboardInterrupt:
         totals.show()
-        os._exit(1 if totals.failed else 0)  # threads of autograd may be in the middle of a step
+        print(f"stopped: {len(left)} seeds gave no result, the first are {sorted(left)[:40]}", flush=True)
+        _end()
     finally:
         signal.signal(signal.SIGTERM, was)
+    for seed in sorted(left):
+        totals.add((seed, 0, 0, "no result: its process died or hangs"))
     totals.show()
+    if left:
+        _end()
+    if pool is not None:
+        pool.terminate()
     return 1 if totals.failed else 0
 
 
@@ -104,19 +123,28 @@ def _stop(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def _results(
-    timed: Callable[[tuple[int, int, float]], Outcome | None], given: list[tuple[int, int, float]], jobs: int
+def _end() -> None:
+    """End all processes at once: a worker may hang, and threads of autograd may be in the middle of a step."""
+    for worker in multiprocessing.active_children():
+        worker.kill()
+    os._exit(1)
+
+
+def _by_workers(
+    pool: Any, timed: Callable[[tuple[int, int, float]], Outcome], given: list[tuple[int, int, float]]
 ) -> Iterator[Outcome]:
-    """The outcomes of seeds, as they come."""
-    if jobs > 1:
-        with multiprocessing.get_context("spawn").Pool(jobs, _begin_worker) as pool:
-            yield from (each for each in pool.imap_unordered(timed, given, chunksize=2) if each is not None)
-    else:
-        yield from (each for each in map(timed, given) if each is not None)
+    """The outcomes of seeds as they come, until none comes for a while: a worker that dies takes its seed with it."""
+    outcomes = pool.imap_unordered(timed, given)
+    for _ in given:
+        try:
+            yield outcomes.next(timeout=2 * STUCK)
+        except multiprocessing.TimeoutError:
+            return
 
 
 def _begin_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process ends them
+    faulthandler.enable()
     torch.set_num_threads(1)
 
 

@@ -23,6 +23,23 @@ def test_programs(first: int) -> None:
     assert refused < 5
 
 
+def test_gradients_that_are_zeros_without_memory() -> None:
+    """The second derivative of `abs` is such a tensor; operators on it read no memory while they are recorded."""
+    mesh = sw.init_device_mesh("cpu", (2,))
+    found = []
+    for capture in (False, True):
+        torch.manual_seed(0)
+        x = sw.distribute_tensor(torch.randn(6, 5), mesh, [sw.Shard(0)]).requires_grad_()
+
+        def penalty(x: Any) -> Any:
+            first = torch.autograd.grad(x.var(-1, correction=0).abs().sum(), x, create_graph=True)[0]
+            return torch.autograd.grad((first * first).sum(), x)[0]
+
+        function = sw.captured(penalty) if capture else penalty
+        found.append([function(x).full_tensor() for _ in range(3)])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
 def test_programs_use_what_they_are_made_for() -> None:
     programs = [captured_programs.make(seed)[0] for seed in range(150)]
     lines = [line for program in programs for line in program.lines]

@@ -22,8 +22,9 @@ from shardwise.events import is_library_file, user_line
 from shardwise.fabric.rank_generators import draws
 from shardwise.fabric.rank_tensor import RankTensor, parts_of
 from shardwise.fabric.shared_writes import written_arguments
+from shardwise.local import seeing
 from shardwise.tensor import DTensor
-from shardwise.torch_private import OpOverload, TorchDispatchMode, tree_flatten, tree_leaves, tree_map
+from shardwise.torch_private import DispatchKey, OpOverload, TorchDispatchMode, tree_flatten, tree_leaves, tree_map
 
 __all__ = ["Call", "Const", "Geometry", "Ref", "Tape", "Unit", "ValueRead", "made_by", "refs_of", "refused"]
 
@@ -362,12 +363,12 @@ class Tape(TorchDispatchMode):
                 return self._read_replicated(func, args)
             return NotImplemented  # it comes back here as operators on locals
         if self._paused or func.namespace == "profiler":
-            return func(*args, **kwargs)
+            return _run(func, args, kwargs)
         with _Unwatched():
             given = self._given(func, types, args, kwargs)
         if given.__class__ is not _Given:
             return given
-        result = func(*args, **kwargs)
+        result = _run(func, args, kwargs)
         if given.is_recorded:
             with _Unwatched():
                 self._record(func, given.args, given.kwargs, result, args, kwargs)
@@ -534,6 +535,14 @@ _ORDINARY = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 _recording: list[Tape] = []  # the tapes that are being recorded, the innermost last
+
+
+def _run(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run an operator of the program. Zeros without memory are some gradients; torch hides that they have none."""
+    if any(isinstance(leaf, torch.Tensor) and leaf._is_zerotensor() for leaf in tree_leaves((args, kwargs))):
+        with seeing(DispatchKey.ZeroTensor):
+            return func(*args, **kwargs)
+    return func(*args, **kwargs)
 
 
 def _written(func: OpOverload, args: Any, kwargs: Any) -> tuple[int, ...]:

@@ -272,13 +272,14 @@ class OpDispatcher:
         def directly() -> Executor:
             if sharding is not None:
                 return executor(signature, sharding)
-            return on_replicated_operands(signature, metas) if drawn is None else random_executor(signature, drawn)
+            if drawn is not None:
+                return random_executor(signature, drawn)
+            return with_copied_views(self.wrapping, info, on_replicated_operands(signature, metas))
 
         if compute is None and all(0 not in spec.shape for spec in signature.specs):  # torch's divide by sizes
             compute = torch_decomposition(info.op)
         decided("decomposed" if compute is not None else "replicated operands", signature, sharding)
-        run = directly() if compute is None else decomposed(signature, compute, directly, metas)
-        return with_copied_views(self.wrapping, info, run)
+        return directly() if compute is None else decomposed(signature, compute, directly, metas)
 
     def _results(
         self, signature: Signature, key: Key, args: tuple[Any, ...], kwargs: Mapping[str, Any], as_known: bool = True
