@@ -120,6 +120,9 @@ v = z[1:3]; z.detach().data.data.mul_(2); r = v,
 v = z[1:3].data; z.data.mul_(2); r = v,
 v = z[0].expand(3, 5); z.data.mul_(2); r = v,
 v = z[1:3]; r = v,; z.data.mul_(2); z.data.add_(1); a = v * 1; z.data.add_(1); r = v * 1, a
+a = z.exp(); u = inferred(lambda: z.data); u.mul_(2); z.add_(1); r = z.exp(), z, u
+v = z[1:3]; u = inferred(lambda: z.data); u.mul_(2); z.add_(1); r = v, z, u
+a = z.exp(); inferred(lambda: z.data.mul_(2)); b = z.exp(); z.add_(1); r = b, z.exp(), z
 """.strip().splitlines()
 
 OTHER_ALIASES = """
@@ -132,6 +135,11 @@ v = z[1:3]; u = v.detach(); u.mul_(2); z.add_(1); r = u, v, z
 """.strip().splitlines()
 
 
+def inferred(function: Callable[[], torch.Tensor]) -> torch.Tensor:
+    with torch.inference_mode():
+        return function()
+
+
 @pytest.mark.parametrize("program", [*WRITES_TO_DATA, *OTHER_ALIASES])
 def test_writes_reach_copies(program: str) -> None:
     """Views that had to be copied, and reductions that are remembered, are computed again after a write."""
@@ -142,7 +150,7 @@ def test_writes_reach_copies(program: str) -> None:
         x, mesh = values(4, 5), sw.init_device_mesh("cpu", shape)
         results: list[tuple[torch.Tensor, ...]] = []
         for given in (x.clone(), sw.distribute_tensor(x, mesh, placements)):
-            names: dict[str, Any] = {"z": given, "copy": copy, "torch": torch}
+            names: dict[str, Any] = {"z": given, "copy": copy, "torch": torch, "inferred": inferred}
             exec(program, names)
             results.append(names["r"])
         for expected, result in zip(*results, strict=True):

@@ -67,7 +67,8 @@ def counted_data(tensor: torch.Tensor, local: torch.Tensor, data: AnyTensor) -> 
         return data
 
     def counters() -> tuple[torch.Tensor, ...]:
-        with without_dispatch_modes():
+        # the counters outlive an inference mode, whose own tensors count nothing
+        with torch.inference_mode(False), without_dispatch_modes():
             return with_version_of(tensor, torch.empty(0)), torch.empty(0)
 
     return with_version_of(counters_of_data(local, counters)[1], data)
