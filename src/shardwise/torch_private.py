@@ -24,6 +24,7 @@ from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTens
 from torch.autograd import forward_ad
 from torch.nn.modules import module as _module
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
+from torch.nn.utils import parametrize
 from torch.optim._muon import _adjust_lr as muon_learning_rate
 from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -91,6 +92,7 @@ __all__ = [
     "mkldnn_enabled",
     "muon_learning_rate",
     "opaque_types",
+    "parametrize",
     "pop_dispatch_mode",
     "pop_function_mode",
     "pop_raw_dispatch_mode",
@@ -162,6 +164,7 @@ dispatch_mode_stack = _python_dispatch._get_current_dispatch_mode_stack  # modes
 
 # ---------------------------------------------------------------- autograd
 # `forward_ad._current_level` changes. It is read where it is needed: a function would cost a frame.
+# So does `parametrize._cache_enabled`: whether computed parameters are kept.
 current_autograd_node = _C._current_autograd_node  # the line of a gradient; the layout of its forward
 current_graph_task = _C._current_graph_task_id  # which backward runs; -1 outside
 

@@ -17,7 +17,7 @@ import torch
 
 from shardwise.capture.dict_versions import DictVersions, dict_of_class, names_of, table_of
 from shardwise.capture.program_code import is_own_code
-from shardwise.capture.reachable import Reachable, storage_key
+from shardwise.capture.reachable import MAKING_STATES, Reachable, storage_key
 from shardwise.capture.slots import MISSING, cell_contents
 from shardwise.capture.snapshot import local_of
 from shardwise.fabric.rank_tensor import RankTensor, parts_of
@@ -91,7 +91,7 @@ class Binding:
         objects = [value for value in state.objects if isinstance(getattr(value, "__dict__", None), dict)]
         owned = {id(vars(value)) for value in objects}
         holders = [slots.holder for slots in state.slots if slots.names is None]
-        holders += [*state.tables, *map(dict_of_class, state.classes)]
+        holders += map(dict_of_class, state.classes)
         dicts = {id(held): held for held in holders if isinstance(held, Mapping) and id(held) not in owned}
         self._empty: list[Any] = [held for held in dicts.values() if not held]
         self._empty += [held for held in holders if isinstance(held, set) and not held]
@@ -109,7 +109,9 @@ class Binding:
         self._lengths = list(map(len, self._lists))
         self._items = list(chain.from_iterable(self._lists))
         self._cells = [(held, cell_contents(held)) for held in whole if isinstance(held, types.CellType)]
-        self._groups = [(group, group["params"]) for each in state.optimizers for group in each.param_groups]
+        groups = [group for each in state.optimizers for group in each.param_groups]
+        self._groups = [(group, group["params"]) for group in groups]
+        self._making = [(group, name, bool(group[name])) for group in groups for name in MAKING_STATES if name in group]
         self._variables = [(held, held.get(MISSING)) for held in whole if isinstance(held, ContextVar)]
         self._slots = [(each, name, getattr(each, name, None)) for each, names in state.slotted for name in names]
         self._functions = [
@@ -167,6 +169,8 @@ class Binding:
             yield "{}({}) is {}", (cell_contents, cell, was)
         for group, parameters in self._groups:
             yield "{}.get('params') is {}", (group, parameters)
+        for group, name, was in self._making:
+            yield f"bool({{}}.get({name!r})) is {was}", (group,)
         for variable, was in self._variables:
             yield "{}.get({}) is {}", (variable, MISSING, was)
         for each, name, was in self._slots:
@@ -212,6 +216,8 @@ class Binding:
         if not all(cell_contents(cell) is was for cell, was in self._cells):
             return False
         if not all(group.get("params") is parameters for group, parameters in self._groups):
+            return False
+        if not all(bool(group.get(name)) is was for group, name, was in self._making):
             return False
         if not all(variable.get(MISSING) is was for variable, was in self._variables):
             return False
@@ -306,7 +312,7 @@ def arguments_key(args: tuple[Any, ...], state: Reachable) -> tuple[Any, ...] | 
         kind = arg.__class__
         if kind is DTensor:
             local = arg._local_tensor
-            if local.__class__ is not torch.Tensor:
+            if local.__class__ is not torch.Tensor or local.is_conj() or local.is_neg():
                 return None
             found += (arg._spec, local.stride(), local.storage_offset(), local.device)
             memory = storage_key(local)

@@ -9,12 +9,15 @@ from __future__ import annotations
 import functools
 import operator
 import os
+import threading
+import types
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from shardwise import modes
 from shardwise.capture.binding import Binding, arguments_key
@@ -25,6 +28,7 @@ from shardwise.capture.leaving import Effect, Leaving, Unsettled
 from shardwise.capture.local_optimizer import LocalStep, is_elementwise
 from shardwise.capture.passes import Passes
 from shardwise.capture.program import Program, built
+from shardwise.capture.program_code import attributes_of
 from shardwise.capture.program_file import SavedProgram
 from shardwise.capture.program_folder import save_program
 from shardwise.capture.reachable import Reachable, global_hooks
@@ -54,8 +58,10 @@ from shardwise.torch_private import (
     ExcludeDispatchKeyGuard,
     cudnn_enabled,
     dispatch_mode_count,
+    forward_ad,
     function_mode_count,
     mkldnn_enabled,
+    parametrize,
     saved_tensor_hooks,
     transforms_active,
 )
@@ -67,6 +73,8 @@ on_new_world.append(lambda: [each.forget() for each in list(_all)])
 Result = TypeVar("Result")
 # Casts of autocast are operators of a program, which must not be cast once more.
 _CASTING = DispatchKeySet(DispatchKey.AutocastCPU) | DispatchKeySet(DispatchKey.AutocastCUDA)
+# Names by which code of the program reads hyperparameters of optimizers, which then are part of the key.
+_HYPERPARAMETERS = frozenset({"param_groups", "state_dict", "defaults", "add_param_group"})
 _INTERCEPTED, _IS_ACTIVE = tuple(intercepted.values()), operator.attrgetter("is_active")
 
 MANY_UNSETTLED = 8  # calls in a row, after which there is a warning
@@ -81,7 +89,7 @@ class _Entry(NamedTuple):
     effects: tuple[Effect, ...]
     written: tuple[int, ...]  # positions of tensors whose memory it writes to
     renewed: tuple[tuple[int, int], ...]  # positions of tensors that get another gradient in place of one
-    changes_slots: bool  # whether it changes more than values and gradients
+    uses_slots: bool  # whether it changes more than values and gradients, or returns a container that it is given
     reads_states: bool  # whether it reads states of optimizers besides their steps, which the fast guard passes over
     roots: tuple[RootFact, ...]  # facts of the tensors that it was recorded with
     arguments: Any  # the description of the arguments
@@ -116,6 +124,7 @@ class Captured(Generic[Result]):
         self._last: _Entry | None = None
         self._binding: Binding | None = None
         self._unsettled = 0
+        self._lock = threading.RLock()  # one thread at a time records, and learns which code runs
         _all.add(self)
 
     def forget(self) -> None:
@@ -185,6 +194,14 @@ class Captured(Generic[Result]):
             )
         return entry
 
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """As an attribute of a class it is a method, as functions are."""
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __reduce__(self) -> Any:
+        """A copy, also one of a module that holds it, has the same function, or its own, and no programs."""
+        return Captured, (self.function, self.programs.limit, self.verify, self.backend, self.passes, self.reads)
+
     # ---------------------------------------------------------------- calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Result:
@@ -199,25 +216,31 @@ class Captured(Generic[Result]):
                 entry = self._matching(entry.key, _inputs(binding.inputs, args))
             if entry is not None:
                 return self._run(entry, binding, args, ())
-        state = self._reach() if binding is None else binding.state
+        with self._lock:
+            state = self._reach() if binding is None else binding.state
+            given = self._reached_by(args, kwargs, state)
+            key = (ambient, state.key, given.key)
+            entry = self.programs.get(key)
+            if entry is None and key in self._read_values:
+                entry = self._matching(key, _inputs(_inputs((), state.tensors), given.tensors))
+            if entry is None:
+                self._binding = None
+                return self._first(key, state, given, args, kwargs)
+            if binding is None:
+                binding = self._binding = Binding(state)
+            if not kwargs and not entry.uses_slots and (quick := arguments_key(args, state)) is not None:
+                binding.entries[ambient, quick] = entry
+        return self._run(entry, binding, given.tensors, given.slots)
+
+    def _reached_by(self, args: Any, kwargs: Any, state: Reachable) -> Reachable:
+        """What the arguments reach besides the state."""
         given = Reachable(self._codes, self._is_tuned, state)
         given.visit(args, "arguments")
         given.visit(kwargs, "arguments")
-        key = (ambient, state.key, given.key)
-        entry = self.programs.get(key)
-        if entry is None and key in self._read_values:
-            entry = self._matching(key, _inputs(_inputs((), state.tensors), given.tensors))
-        if entry is None:
-            self._binding = None
-            return self._first(key, state, given, args, kwargs)
-        if binding is None:
-            binding = self._binding = Binding(state)
-        if not kwargs and (quick := arguments_key(args, state)) is not None:
-            binding.entries[ambient, quick] = entry
-        return self._run(entry, binding, given.tensors, given.slots)
+        return given
 
     def _is_tuned(self, optimizer: Any) -> bool:
-        return is_elementwise(optimizer) and not any("param_groups" in code.co_names for code in self._codes)
+        return is_elementwise(optimizer) and all(map(_HYPERPARAMETERS.isdisjoint, map(attributes_of, self._codes)))
 
     def _reach(self) -> Reachable:
         found = Reachable(self._codes, self._is_tuned)
@@ -239,8 +262,8 @@ class Captured(Generic[Result]):
         except RuntimeError as error:
             entry.program.raise_named(error)
             raise
-        result = left_behind(entry, values, roots, [*state.slots, *slots] if entry.changes_slots else ())
-        if entry.changes_slots or entry.reads_states or (entry.renewed and not binding.renew(entry.renewed)):
+        result = left_behind(entry, values, roots, [*state.slots, *slots] if entry.uses_slots else ())
+        if entry.uses_slots or entry.reads_states or (entry.renewed and not binding.renew(entry.renewed)):
             self._binding = None
         return result
 
@@ -253,8 +276,10 @@ class Captured(Generic[Result]):
             _refuse_problems(state, given)
         else:
             state, given = self._with_own_code(state, given, args, kwargs)
-        if any(part.is_meta for each in (state, given) for root in each.tensors for part in parts_of(local_of(root))):
-            return self.function(*args, **kwargs)  # a dry run
+        roots = [*state.tensors, *given.tensors]
+        if any(map(is_lazy, roots)) or any(part.is_meta for root in roots for part in parts_of(local_of(root))):
+            return self.function(*args, **kwargs)  # parameters without values, or a dry run
+        ambient = _ambient()
         call = RecordedCall(state, given, knows, self.reads == "guard")
         has_run = False
         try:
@@ -263,6 +288,8 @@ class Captured(Generic[Result]):
             if not self._is_settled(call):
                 return result
             try:
+                if _ambient() != ambient:
+                    raise Unsettled("a setting of torch or of the library is left with another value")
                 entry = self._entry(call, result)
             except Unsettled as unsettled:
                 self._unsettle(str(unsettled))
@@ -270,7 +297,11 @@ class Captured(Generic[Result]):
             positions = {id(root): at for at, root in enumerate(call.roots)}
             entry = entry._replace(arguments=shape_of((args, kwargs), positions))
             if self.verify:
-                entry, result = self._verify(entry, call.before, call.roots)
+                entry, values = self._verify(entry, call.before)
+                if not self._is_put_back(call, args, kwargs):
+                    self._unsettle("it changes an object in a way that cannot be repeated, as its class")
+                    return left_behind(entry, values, call.roots, call.slots)
+                result = left_behind(entry, values, call.roots, call.slots)
             if self.backend is not None:
                 entry, result = self._compile(entry, self.backend, call.before, call.roots)
             call.tape.received = {}
@@ -292,9 +323,7 @@ class Captured(Generic[Result]):
             return state, given
         self._codes[code] = None
         state = self._reach()
-        given = Reachable(self._codes, self._is_tuned, state)
-        given.visit((args, kwargs), "arguments")
-        return state, given
+        return state, self._reached_by(args, kwargs, state)
 
     def _is_settled(self, call: RecordedCall) -> bool:
         """Whether a call can be recorded: all of its code was known before, and states of optimizers were there."""
@@ -305,6 +334,12 @@ class Captured(Generic[Result]):
         elif call.knows:
             call.check_reached()
         return call.knows and not new and not call.makes_states
+
+    def _is_put_back(self, call: RecordedCall, args: Any, kwargs: Any) -> bool:
+        """Whether everything can be read as it was before the call, whose changes are undone."""
+        state = self._reach()
+        given = self._reached_by(args, kwargs, state)
+        return (state.key, given.key) == (call.state.key, call.given.key)
 
     def _keep(self, key: Any, entry: _Entry) -> None:
         """Keep a program for a key; where values were read, for these."""
@@ -358,7 +393,7 @@ class Captured(Generic[Result]):
             if all(_address(generator) != _address(other) for other, _ in before.random):
                 raise Unsettled("a generator of random numbers is made by it")
         _refuse_inference_writes(tape, before)
-        leaving = Leaving(tape, state, roots, watch.spent)
+        leaving = Leaving(tape, state, roots, watch.spent, call.slots)
         described = leaving.describe(result, "the result")
         effects = (*leaving.changes(before, call.slots), *leaving.views(before))
         meshes = [root._spec.mesh for root in roots if isinstance(root, DTensor)]
@@ -377,7 +412,7 @@ class Captured(Generic[Result]):
             effects,
             _written(tape, before),
             tuple((owner, at) for owner, at in renewed if at is not None and owner < state.count),
-            any(effect.kind not in ("grad", "view") for effect in effects),
+            leaving.gives_container or any(effect.kind not in ("grad", "view") for effect in effects),
             _reads(program, state.states, before),
             facts_of(before.held, before.numbers, state.count),
             None,
@@ -385,7 +420,7 @@ class Captured(Generic[Result]):
             reads,
         )
 
-    def _verify(self, entry: _Entry, before: Snapshot, roots: list[torch.Tensor]) -> tuple[_Entry, Any]:
+    def _verify(self, entry: _Entry, before: Snapshot) -> tuple[_Entry, tuple[torch.Tensor, ...]]:
         """Run the program from the same state, and compare everything that it leaves with the result of the step.
 
         Where that differs because of passes that each rank is free to take, the program without them is used.
@@ -405,7 +440,7 @@ class Captured(Generic[Result]):
                 f"{tuple(differs.shape)}: it did something that is not an operator of torch",
                 hint="run the function as it is; writes to memory besides torch's operators cannot be captured",
             )
-        return entry, left_behind(entry, values, roots, before.slots)
+        return entry, values
 
     def _compile(self, entry: _Entry, backend: str, before: Snapshot, roots: list[torch.Tensor]) -> tuple[_Entry, Any]:
         """Compile a program while it runs once more from the same state, and return it with what that run leaves."""
@@ -492,21 +527,21 @@ def left_behind(entry: Any, values: tuple[torch.Tensor, ...], roots: Any, slots:
     """
     found = dict(zip(entry.program.wanted, values, strict=True))
     made: dict[int, Any] = {}
-    result = built(entry.result, found, roots, made)
+    result = built(entry.result, found, roots, made, slots)
     if entry.written:
         torch.autograd.graph.increment_version([roots[at] for at in entry.written])
     for kind, target, value in entry.effects:
         if kind == "grad":
-            roots[target].grad = built(value, found, roots, made)
+            roots[target].grad = built(value, found, roots, made, slots)
         elif kind == "local":
-            roots[target]._local_tensor = built(value[0], found, roots, made)  # pyright: ignore[reportAttributeAccessIssue]
+            roots[target]._local_tensor = built(value[0], found, roots, made, slots)  # pyright: ignore[reportAttributeAccessIssue]
             roots[target]._spec = value[1]  # pyright: ignore[reportAttributeAccessIssue]
         elif kind == "view":  # the last ones, so that the versions of bases are those after the call
-            args, kwargs = built(value[1], found, roots, made)
+            args, kwargs = built(value[1], found, roots, made, slots)
             base = args[0]
             made[target]._mark_copied(CopiedView(value[0], args, kwargs, value[2], version_of(base), memory_of(base)))
         else:
-            slots[target].put(built(value, found, roots, made))
+            slots[target].put(built(value, found, roots, made, slots))
     return result
 
 
@@ -558,6 +593,8 @@ def is_watched() -> bool:
         dispatch_mode_count()
         or function_mode_count()
         or transforms_active()
+        or forward_ad._current_level >= 0
+        or parametrize._cache_enabled
         or route_started
         or scatter_started
         or decision_made
@@ -618,8 +655,9 @@ def captured(
     Args:
         function: a training step, an inference, any function of DTensors.
         max_programs: how many programs are kept, one for each combination of shapes, layouts and Python values.
-        verify: compare a new program with the function, bit by bit, before it is used. A call that is recorded then
-            takes the memory of the state twice more.
+        verify: compare a new program with the function, bit by bit, before it is used, and see that the step changes
+            nothing in a way that cannot be repeated. A call that is recorded then takes the memory of the state twice
+            more.
         backend: "inductor" compiles the operators between collectives. Values are then those of eager within rounding,
             which is checked when a program is recorded, and not its bits. "cudagraphs" launches them as CUDA graphs.
         overlap: wait for a collective only before the first operator that needs it. They are issued in the same order.

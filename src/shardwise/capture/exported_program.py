@@ -11,7 +11,7 @@ from torch import nn
 
 from shardwise.capture.collective_calls import bound_arguments, collective_kind, group_ranks, is_collective
 from shardwise.capture.leaving import Effect
-from shardwise.capture.program import Local, Made, Program, Root, Same, Sequenced, Tabled
+from shardwise.capture.program import Given, Local, Made, Program, Root, Same, Sequenced, Tabled
 from shardwise.capture.roots import NamedMemories, RootFact
 from shardwise.capture.tape import Call, Geometry, Unit
 from shardwise.errors import UnsupportedError
@@ -143,6 +143,10 @@ def _locals(shape: Any, values: Mapping[int, Any], inputs: Mapping[int, Any], nu
             return kind(_locals(item, values, inputs, numbers) for item in items)
         case Tabled(kind, items):
             return kind((name.value, _locals(item, values, inputs, numbers)) for name, item in items)
+        case Given():
+            raise UnsupportedError(
+                "export: a list or dict of the arguments is returned", hint="return a new one in the captured function"
+            )
         case _:
             raise AssertionError(shape)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.capture.program import Local, Made, Root, Same, Sequenced, Tabled
+from shardwise.capture.program import Given, Local, Made, Root, Same, Sequenced, Tabled
 from shardwise.capture.reachable import Reachable
 from shardwise.capture.slots import MISSING, Slots
 from shardwise.capture.snapshot import Snapshot, local_of
@@ -51,16 +51,23 @@ class Leaving:
         state: the objects before, without arguments.
         roots: all tensors that were there before.
         spent: the nodes of autograd that backward has used up.
+        slots: all containers that were there before.
     """
 
-    def __init__(self, tape: Tape, state: Reachable, roots: Sequence[torch.Tensor], spent: set[Any]) -> None:
+    def __init__(
+        self, tape: Tape, state: Reachable, roots: Sequence[torch.Tensor], spent: set[Any], slots: Sequence[Slots]
+    ) -> None:
         self.tape = tape
         self.state = state
         self.roots = {id(root): at for at, root in enumerate(roots)}
         self.spent = spent
+        self._given = {id(each.holder): at for at, each in enumerate(slots)}
+        self.gives_container = False  # whether a container of the arguments is in a result
+        self._containers: dict[int, Any] = {}  # the descriptions of new ones
         self.values: dict[int, torch.Tensor] = {}  # values that are needed at the end, as they came out
         self._made: dict[int, Made] = {}
         self._kept: list[Any] = []
+        self._kept_containers: list[Any] = []  # so that their identities stay theirs
         self._copied: list[tuple[Made, Any]] = []  # views that share no memory with their bases
 
     def describe(self, value: Any, path: str, in_state: bool = False) -> Any:
@@ -70,6 +77,18 @@ class Leaving:
         kind = value.__class__
         if kind in _ATOMS or id(value) in self.state._seen:
             return Same(value)
+        if (at := self._given.get(id(value))) is not None:
+            self.gives_container = True
+            return Given(at)
+        if (known := self._containers.get(id(value))) is not None:
+            return known
+        found = self._new(value, kind, path, in_state)
+        self._containers[id(value)] = found
+        self._kept_containers.append(value)
+        return found
+
+    def _new(self, value: Any, kind: Any, path: str, in_state: bool) -> Any:
+        """A container that the step has made."""
         if isinstance(value, list | tuple):
             items = tuple(self.describe(item, f"{path}[{at}]", in_state) for at, item in enumerate(value))
             if kind in (list, tuple):
@@ -105,6 +124,8 @@ class Leaving:
                 f"{path} still has a graph of autograd that backward has not gone through",
                 "call backward inside of the captured function, or return tensor.detach()",
             )
+        if value.retains_grad:
+            raise refused(f"{path} is a new tensor that retains its gradient", "return the gradient, too, or clone()")
         if value.is_leaf and value.grad is not None:
             raise refused(f"{path} is a new tensor with a gradient", "return the gradient instead")
         others = [name for name in value.__dict__ if name not in (*REMEMBERED, "tensors")]
@@ -210,10 +231,12 @@ class Leaving:
         if isinstance(slots.holder, ContextVar):
             raise Unsettled(f"the ContextVar {slots.holder.name!r} is left with another value")
         if isinstance(now, dict):
-            if any(value is MISSING for value in now.values()):
+            if any(value is MISSING and slots.before[name] is not MISSING for name, value in now.items()):
                 raise refused(f"{path}: a name is deleted by the step", "do that outside")
             pairs = [
-                (Same(name), self.describe(value, f"{path}: {name}", in_state=True)) for name, value in now.items()
+                (Same(name), self.describe(value, f"{path}: {name}", in_state=True))
+                for name, value in now.items()
+                if value is not MISSING
             ]
             return Tabled(dict, tuple(pairs))
         if isinstance(now, set):

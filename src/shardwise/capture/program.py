@@ -30,6 +30,7 @@ from shardwise.capture.collective_calls import (
 )
 from shardwise.capture.groups import issuing, starting
 from shardwise.capture.overlap import Memories, issued_early, late_waits
+from shardwise.capture.slots import Slots
 from shardwise.capture.tape import Call, Const, Geometry, Ref, Tape, Unit, made_by, refs_of
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec
@@ -41,7 +42,7 @@ from shardwise.tensor import dtensor_of
 from shardwise.text import human_bytes, plural
 from shardwise.torch_private import tree_leaves
 
-__all__ = ["Local", "Made", "Program", "Root", "Same", "Sequenced", "Tabled", "built"]
+__all__ = ["Given", "Local", "Made", "Program", "Root", "Same", "Sequenced", "Tabled", "built"]
 
 _numbers = itertools.count()  # of the texts of programs
 _DETACH = torch.ops.aten.detach.default
@@ -60,6 +61,12 @@ class Same(NamedTuple):
     """A value that is the same each time."""
 
     value: Any
+
+
+class Given(NamedTuple):
+    """A list, dict or set of the arguments."""
+
+    position: int  # among the containers
 
 
 class Local(NamedTuple):
@@ -110,8 +117,10 @@ class _Spent(torch.autograd.Function):
         )
 
 
-def built(shape: Any, values: dict[int, torch.Tensor], roots: Any, made: dict[int, Any]) -> Any:
-    """The object of a description."""
+def built(
+    shape: Any, values: dict[int, torch.Tensor], roots: Any, made: dict[Any, Any], slots: Sequence[Slots] = ()
+) -> Any:
+    """The object of a description, which is the same one in `made` for each place where it is found."""
     match shape:
         case Root(position):
             return roots[position]
@@ -124,13 +133,21 @@ def built(shape: Any, values: dict[int, torch.Tensor], roots: Any, made: dict[in
             return found
         case Local():
             return _local(shape, values)
-        case Sequenced(kind, items):
-            return kind(built(item, values, roots, made) for item in items)
-        case Tabled(kind, items):
-            pairs = [(built(k, values, roots, made), built(v, values, roots, made)) for k, v in items]
-            return kind(pairs)
+        case Given(position):
+            return slots[position].holder
+        case Sequenced() | Tabled():
+            place = ("container", id(shape))
+            if place not in made:
+                made[place] = _container(shape, lambda item: built(item, values, roots, made, slots))
+            return made[place]
         case _:
             raise AssertionError(shape)
+
+
+def _container(shape: Sequenced | Tabled, make: Callable[[Any], Any]) -> Any:
+    if isinstance(shape, Sequenced):
+        return shape.kind(map(make, shape.items))
+    return shape.kind([(make(key), make(value)) for key, value in shape.items])
 
 
 def _local(local: Local, values: dict[int, torch.Tensor]) -> torch.Tensor:

@@ -55,7 +55,7 @@ def is_program_code(filename: str) -> bool:
         >>> is_program_code("train.py"), is_program_code(torch.__file__)
         (True, False)
     """
-    if filename.startswith(("<frozen", "<@beartype")):
+    if filename.startswith(("<frozen", "<@beartype")) or filename.endswith("/site-packages/typing_extensions.py"):
         return False
     if filename.startswith(_PARALLEL):
         return not filename.startswith(_DATA_PARALLEL)

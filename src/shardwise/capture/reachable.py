@@ -45,11 +45,12 @@ from shardwise.tensor import DTensor
 from shardwise.tensor.dtensor import REMEMBERED
 from shardwise.torch_private import OpOverload, OpOverloadPacket
 
-__all__ = ["Reachable", "global_hooks", "storage_key"]
+__all__ = ["MAKING_STATES", "Reachable", "global_hooks", "storage_key"]
 
 MAX_OBJECTS = 500_000
+MAKING_STATES = ("amsgrad", "centered", "momentum")  # hyperparameters that decide which states an optimizer has
 _BY_VALUE: frozenset[type] = frozenset({
-    type(None), bool, int, str, bytes, type(...), type(NotImplemented), object, range, torch.dtype, torch.device,
+    type(None), bool, int, str, bytes, type(...), type(NotImplemented), object, torch.dtype, torch.device,
     torch.layout, torch.memory_format,
 })  # fmt: skip
 _BY_IDENTITY = (
@@ -121,7 +122,6 @@ class Reachable:
         self.tensors: list[torch.Tensor] = []
         self.slots: list[Slots] = []
         self.problems: list[str] = []
-        self.tables: list[dict[str, Any]] = []  # attributes of tensors
         self.optimizers: list[torch.optim.Optimizer] = []
         self.stepped: list[Stepped] = []
         self.functions: list[types.FunctionType] = []
@@ -172,7 +172,7 @@ class Reachable:
         """Each dict of globals with the names that code looks up in it, whether they are there or not."""
         found: dict[int, tuple[dict[str, Any], set[str]]] = {}
         for slots in self.slots:
-            if slots.names is not None:
+            if slots.names is not None and isinstance(slots.holder, dict):
                 found.setdefault(id(slots.holder), (slots.holder, set()))[1].update(slots.names)
         for values, names in self._looked_up:
             found[id(values)][1].update(name for name in names if not name.startswith("__"))
@@ -189,6 +189,10 @@ class Reachable:
             parts.append(value.hex())
         elif kind is complex:
             parts.append((value.real.hex(), value.imag.hex()))
+        elif kind is slice or kind is range:  # equal ranges may have other ends
+            parts.append(kind)
+            for end in (value.start, value.stop, value.step):
+                self.visit(end, path)
         elif isinstance(value, torch.Tensor):
             self._tensor(value, path)
         elif isinstance(value, tuple):  # named ones and sizes, too
@@ -299,6 +303,10 @@ class Reachable:
             self._attributes(value, path)
         elif isinstance(value, type):
             self._class(value, path)
+        elif isinstance(value, _CACHED):
+            self._identity(value)
+            self._cached(value.__wrapped__, path)
+            self._attributes(value, path)
         elif isinstance(value, staticmethod | classmethod):
             self.visit(value.__func__, path)
         elif isinstance(value, property):
@@ -361,6 +369,7 @@ class Reachable:
         names = _slot_names(kind)
         if names:
             self.slotted.append((value, names))
+            self.slots.append(Slots(value, path, names))
         for name in names:
             self.visit(getattr(value, name, None), f"{path}.{name}")
 
@@ -378,13 +387,25 @@ class Reachable:
                 for name, item in list(vars(base).items()):
                     if isinstance(item, types.FunctionType) or not name.startswith(OF_CLASSES):
                         self.parts.append(name)
-                        if hasattr(item, "__get__") and not isinstance(item, _FOLLOWED):
-                            self._identity(item)  # a descriptor made in C
+                        if _is_descriptor_in_c(item):
+                            self._identity(item)
                         else:
                             self.visit(item, f"{path}.{name}")
             elif isinstance(forward := vars(base).get("forward"), types.FunctionType):
                 self.classes.append(base)
                 self._identity(forward)
+
+    def _cached(self, function: Any, path: str) -> None:
+        """A function whose results are kept, and may have been computed before the first call, so that it never runs.
+
+        All that it reads counts. Objects that cannot be compared do not prevent a program as long as it has not run.
+        """
+        if not isinstance(function, types.FunctionType) or function.__code__ in self.codes or self.knows(function):
+            return
+        problems = len(self.problems)
+        self.visit(function, f"{path}.__wrapped__")
+        self._reads(function, path)
+        del self.problems[problems:]
 
     def _function(self, value: types.FunctionType, path: str) -> None:
         code = value.__code__
@@ -402,8 +423,12 @@ class Reachable:
                 if followed or (held.__class__ is dict and is_standard(code.co_filename)):  # of singledispatch
                     self.visit(held, f"{path}.{name}")
             return
-        if code not in self.codes:
-            return
+        if code in self.codes:
+            self._reads(value, path)
+
+    def _reads(self, value: types.FunctionType, path: str) -> None:
+        """What a function of the program reads: its attributes, defaults, closure and global names."""
+        code = value.__code__
         if value.__dict__:
             held = value.__dict__
             self.slots.append(Slots(held, path))
@@ -489,10 +514,12 @@ class Reachable:
         for at, group in enumerate(value.param_groups):
             where = f"{path}.param_groups[{at}]"
             self.visit(group["params"], f"{where}['params']")
-            if not tuned:
+            if tuned:
+                self.parts += [bool(group.get(name)) for name in MAKING_STATES]
+            else:
                 self.visit(group, where)
         for name, item in held.items():
-            if name not in ("param_groups", "defaults"):
+            if name != "param_groups" and not (tuned and name == "defaults"):
                 self.parts.append(name)
                 first = len(self.tensors)
                 self.visit(item, f"{path}.{name}")
@@ -546,15 +573,17 @@ class Reachable:
         self.visit(value.grad, f"{path}.grad")
         self.visit(value._backward_hooks, f"{path}: hooks")
         self.visit(getattr(value, "_post_accumulate_grad_hooks", None), f"{path}: hooks after accumulation")
-        self.tables.append(value.__dict__)
-        for name, item in value.__dict__.items():
-            if name not in REMEMBERED and not (name == "tensors" and is_of_ranks(value)):
-                self.parts.append(name)
-                self.visit(item, f"{path}.{name}")
+        slots = Slots(value.__dict__, path, caches=_CACHES_OF_RANKS if is_of_ranks(value) else REMEMBERED)
+        self.slots.append(slots)
+        for name, item in slots.before.items():
+            self.parts.append(name)
+            self.visit(item, f"{path}.{name}")
 
 
 _PLAIN_DICTS = (dict, collections.OrderedDict, collections.defaultdict)
 _METACLASSES = (type, abc.ABCMeta, enum.EnumMeta)
+_CACHED: Any = type(functools.lru_cache(lambda: None))
+_CACHES_OF_RANKS = (*REMEMBERED, "tensors")
 _ANY_NAME = frozenset({"getattr", "vars", "__dict__", "import_module", "hasattr", "attrgetter"})
 _VALUES = (int, float, complex, str, bytes)
 _DATA = frozenset({*_BY_VALUE, float, complex, list, tuple, dict, set, frozenset})
@@ -575,6 +604,14 @@ def _is_of_torch(owner: Any) -> bool:
     kind = type(owner)
     from_torch = kind.__module__.startswith(("torch.", "pybind11")) and not isinstance(owner, torch.Tensor)
     return from_torch or kind.__name__ == "PyCapsule"
+
+
+def _is_descriptor_in_c(value: Any) -> bool:
+    """Whether an attribute of a class is computed by code that is no Python, from what cannot be seen."""
+    kind = type(value)
+    if not hasattr(kind, "__get__") or isinstance(value, (*_FOLLOWED, _CACHED)):
+        return False
+    return not any(isinstance(vars(base).get("__get__"), types.FunctionType) for base in kind.__mro__)
 
 
 def _is_data(name: str, value: Any) -> bool:

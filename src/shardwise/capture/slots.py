@@ -15,21 +15,33 @@ OF_CLASSES = ("__", "_abc_")  # names that Python itself keeps in classes
 
 
 class Slots:
-    """The contents of one container: read, compared by identity, and written back."""
+    """The contents of one container: read, compared by identity, and written back.
 
-    __slots__ = ("before", "holder", "names", "path")
+    Args:
+        holder: a dict, list, set or class, a cell, a variable of a context, or an object with slots.
+        path: how it was reached.
+        names: those that count, of a dict or an object; None for all of them.
+        caches: names of a dict that do not count.
+    """
 
-    def __init__(self, holder: Any, path: str, names: tuple[str, ...] | None = None) -> None:
+    __slots__ = ("before", "caches", "holder", "names", "path")
+
+    def __init__(
+        self, holder: Any, path: str, names: tuple[str, ...] | None = None, caches: tuple[str, ...] = ()
+    ) -> None:
         self.holder = holder
         self.path = path
         self.names = names
+        self.caches = caches
         self.before = self.now()
 
     def now(self) -> Any:
         """A copy of the contents."""
         holder = self.holder
         if self.names is not None:
-            return {name: holder.get(name, MISSING) for name in self.names}
+            if isinstance(holder, dict):
+                return {name: holder.get(name, MISSING) for name in self.names}
+            return {name: getattr(holder, name, MISSING) for name in self.names}
         if isinstance(holder, types.CellType):
             return {"": cell_contents(holder)}
         if isinstance(holder, ContextVar):
@@ -37,6 +49,8 @@ class Slots:
         if isinstance(holder, type):
             return {name: item for name, item in vars(holder).items() if not name.startswith(OF_CLASSES)}
         if isinstance(holder, dict):
+            if self.caches:
+                return {name: value for name, value in holder.items() if name not in self.caches}
             return dict(holder)
         if isinstance(holder, set):
             return set(holder)
@@ -72,8 +86,18 @@ class Slots:
             for name, item in contents.items():
                 if now.get(name, MISSING) is not item:
                     setattr(holder, name, item)
-        elif self.names is not None:
+        elif self.names is not None and isinstance(holder, dict):
             holder.update({name: value for name, value in contents.items() if value is not MISSING})
+        elif self.names is not None:
+            for name, value in contents.items():
+                if value is not MISSING:
+                    object.__setattr__(holder, name, value)  # of frozen ones, too
+                elif hasattr(holder, name):
+                    object.__delattr__(holder, name)
+        elif self.caches:
+            for name in self.now().keys() - contents.keys():
+                del holder[name]
+            holder.update(contents)
         elif isinstance(holder, list):
             holder[:] = contents
         elif isinstance(holder, collections.deque):

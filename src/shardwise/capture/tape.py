@@ -259,6 +259,8 @@ class Tape(TorchDispatchMode):
         return Ref(number)
 
     def _remember(self, tensor: torch.Tensor, number: int) -> None:
+        if tensor.layout is not torch.strided:
+            raise refused(f"a tensor of the layout {tensor.layout} is made", "use dense tensors")
         storage = tensor.untyped_storage()
         where = id(storage)
         memory = self._memories.get(where)

@@ -6,11 +6,12 @@ import gc
 import inspect
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch.autograd.graph import GradientEdge
 from torch.optim import lr_scheduler
 
 from shardwise.capture import recorded_states
@@ -18,6 +19,7 @@ from shardwise.capture.program_code import is_own_code, is_program_code, is_stan
 from shardwise.capture.recorded_states import is_put_back
 from shardwise.fabric import rank_generators
 from shardwise.rng import cpu_stream
+from shardwise.torch_private import gradient_edge
 
 __all__ = ["Watch"]
 
@@ -31,7 +33,9 @@ _SCHEDULES = str(lr_scheduler.__file__)
 _OUTPUT = frozenset({"print", "open", "input", "breakpoint"})
 _UNFOLLOWED = frozenset({"globals", "eval", "exec", "locals"})  # they read names that cannot be followed
 _STATES = frozenset({"set_state", "manual_seed", "seed", "set_offset"})
-_TORCH_READS = frozenset({"initial_seed", "get_num_threads", "data_ptr", "_cuda_memoryStats"})
+_TORCH_READS = frozenset({
+    "initial_seed", "get_num_threads", "set_num_threads", "set_flush_denormal", "data_ptr", "_cuda_memoryStats",
+})  # fmt: skip
 _OUTSIDE = frozenset({  # modules in C whose functions read or change something outside of the program
     "time", "posix", "nt", "_random", "random", "_io", "io", "_socket", "select", "_posixsubprocess", "_uuid",
     "_contextvars", "numpy.random", "numpy.random.mtrand", "numpy.random._generator", "fcntl", "mmap", "resource",
@@ -46,7 +50,8 @@ _FROM_ANYWHERE = _VALUE_READS | _STATES  # refused also where code of a library 
 _CALLING_FOR_PROGRAM = ("torch/random.py", "torch/cuda/memory.py")  # as the standard library does
 
 
-_NAMED: dict[Any, frozenset[str]] = {"datetime": _NOW, "_thread": _THREADS}
+_FRAMES = frozenset({"_getframe", "_current_frames"})  # by which variables of the caller are read
+_NAMED: dict[Any, frozenset[str]] = {"datetime": _NOW, "_thread": _THREADS, "sys": _FRAMES}
 
 
 class Watch:
@@ -204,11 +209,37 @@ class Watch:
         if isinstance(roots, torch.Tensor):
             roots = [roots]
         waiting = [root.grad_fn for root in roots if isinstance(root, torch.Tensor) and root.grad_fn is not None]
+        found: dict[Any, list[Any]] = {}  # nodes with those that follow in backward
         while waiting:
             node = waiting.pop()
-            if node not in self.spent:
-                self.spent.add(node)
-                waiting += [following for following, _ in node.next_functions if following is not None]
+            if node not in found:
+                found[node] = [following for following, _ in node.next_functions if following is not None]
+                waiting += found[node]
+        inputs = given["inputs"]
+        if isinstance(inputs, torch.Tensor | GradientEdge):
+            inputs = [inputs]
+        self.spent |= _leading_to(inputs, found) if inputs else found.keys()
+
+
+def _leading_to(inputs: Iterable[Any], graph: dict[Any, list[Any]]) -> set[Any]:
+    """The nodes of a graph that backward runs if it is asked for the gradients of these tensors alone."""
+    goals = {
+        each.node if isinstance(each, GradientEdge) else gradient_edge(each)
+        for each in inputs
+        if isinstance(each, GradientEdge) or each.requires_grad
+    }
+    before: dict[Any, list[Any]] = {}
+    for node, following in graph.items():
+        for each in following:
+            before.setdefault(each, []).append(node)
+    found: set[Any] = set()
+    waiting = [node for goal in goals for node in before.get(goal, ())]
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += before.get(node, ())
+    return found
 
 
 def _is_generated_for_program(frame: types.FrameType) -> bool:
