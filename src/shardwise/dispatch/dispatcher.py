@@ -36,7 +36,7 @@ from shardwise.dispatch.origins import (
     with_constants_stored_once,
 )
 from shardwise.dispatch.outside_mesh import holding_nothing
-from shardwise.dispatch.plain_operands import with_plain_operands
+from shardwise.dispatch.plain_operands import note_locals, with_plain_operands
 from shardwise.dispatch.ragged_calls import RaggedCalls, is_ragged
 from shardwise.dispatch.random_ops import agree_once, filling, random_executor
 from shardwise.dispatch.result_meta import ResultMetas
@@ -166,7 +166,11 @@ class OpDispatcher:
         ragged = Ragged.in_use and is_ragged(key)
         run = None if ragged else self._known_calls.find(key)
         if run is None:
-            run = self.resolve(key, func, args, kwargs)
+            try:
+                run = self.resolve(key, func, args, kwargs)
+            except (RuntimeError, ValueError) as error:
+                note_locals(error, self.wrapping.tensor_class, tensor_slots(op_info(func), args, kwargs))
+                raise
         self.misses += 1
         return (self.cache.keep_recent if ragged else self.cache.keep)(key, run)
 
