@@ -1,8 +1,8 @@
 """Custom operators of scripts whose ranks are threads of one process.
 
-torch has one table of operators for a process. A name that is defined again ends the earlier operator in C++, and a rank
-that still calls it would crash. So the first rank that defines a name makes the operator for all, and a call runs the
-function that the calling rank has given.
+torch has one table of operators for a process. A name that is defined again ends the earlier operator in C++, and a
+rank that still calls it would crash. So the first rank that defines a name makes the operator for all, and a call runs
+the function that the calling rank has given.
 """
 
 from __future__ import annotations
