@@ -62,7 +62,7 @@ from shardwise.dispatch.spread_gradients import (
     spread_as_origin,
     spread_regrouped,
 )
-from shardwise.dispatch.views import copied_view, counted_as_base, is_norm, with_copied_views
+from shardwise.dispatch.views import DETACH, copied_view, counted_as_base, is_norm, with_copied_views
 from shardwise.dispatch.writes import (
     replacing_locals,
     reshaping_in_place,
@@ -252,7 +252,7 @@ class OpDispatcher:
         if info.is_view and is_norm(signature.specs[0]):  # a write reduces it, and must reach its views
             decided("reduced first", signature)
             copied = copied_view(info, reduced_first(info, self.wrapping, signature.slots[:1]))
-            return reduced_in_place(info, copied) if info.op is torch.ops.aten.detach.default else copied
+            return reduced_in_place(info, copied) if info.op is DETACH else copied
         metas, sharding = self._results(signature, key, args, kwargs)
         compute = DECOMPOSITIONS.get(info.op)
         drawn = metas if info.draws and sharding is None and not info.op._can_decompose() else None
