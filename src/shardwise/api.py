@@ -22,9 +22,21 @@ from shardwise.fabric.block_copies import slicer
 from shardwise.fabric.routes import bound_route, scatter
 from shardwise.fabric.world import as_mesh
 from shardwise.tensor import AnyDTensor, DTensor, dtensor_of, is_dtensor
+from shardwise.tensor.from_local import not_a_tensor
 from shardwise.transforms import alive, is_wrapped, outside_transforms, without_derivatives
 
-__all__ = ["cut_block", "distribute_module", "distribute_tensor"]
+__all__ = [
+    "REPLACED",
+    "cut_block",
+    "distribute_module",
+    "distribute_tensor",
+    "is_replaced",
+    "mark_replaced",
+    "parameters_of",
+    "replicate_rest",
+]
+
+REPLACED = "_shardwise_replaced"  # on a parameter that was replaced in its module: by which function
 
 
 @traceable
@@ -55,6 +67,8 @@ def distribute_tensor(
         [[0, 1, 2], [3, 4, 5], [6]]
     """
     mesh = as_mesh(device_mesh)
+    if not isinstance(tensor, torch.Tensor):
+        raise not_a_tensor("distribute_tensor", tensor)
     if is_dtensor(tensor):
         if tensor.device_mesh is not mesh:
             raise MeshError(f"the tensor is a DTensor on {tensor.device_mesh} already", hint="use redistribute(...)")
@@ -156,10 +170,12 @@ def distribute_module(
         (f32[16,8] R, torch.Size([12, 16]))
     """
     mesh = as_mesh(device_mesh)
+    before = parameters_of("distribute_module", module)
     if partition_fn is not None:
         for name, submodule in module.named_modules():
             partition_fn(name, submodule, mesh)
     replicate_rest(module, mesh)
+    mark_replaced("distribute_module", before, module)
     if input_fn is not None:
         module.register_forward_pre_hook(partial(_call_input_fn, function=_of_three(input_fn, "input_fn"), mesh=mesh))
     if output_fn is not None:
@@ -211,3 +227,30 @@ def replicate_rest(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | Non
         for tensors in (owner._parameters, owner._buffers):
             for name, tensor in tensors.items():
                 tensors[name] = replicated(tensor)
+
+
+# ---------------------------------------------------------------- parameters that were replaced
+
+
+def parameters_of(who: str, *modules: nn.Module) -> list[nn.Parameter]:
+    """The parameters of modules, before the function `who` replaces some. Refuses what is not a module."""
+    for module in modules:
+        if not isinstance(module, nn.Module):
+            raise LayoutError(
+                f"{who} takes a torch.nn.Module, not a {type(module).__name__}",
+                hint="pass the module itself; for a tensor use distribute_tensor(tensor, mesh, placements)",
+            )
+    return [parameter for module in modules for parameter in module.parameters()]
+
+
+def mark_replaced(who: str, before: list[nn.Parameter], *modules: nn.Module) -> None:
+    """Mark the parameters that modules no longer have. An optimizer that was made before still has them."""
+    kept = {id(parameter) for module in modules for parameter in module.parameters()}
+    for parameter in before:
+        if id(parameter) not in kept:
+            setattr(parameter, REPLACED, who)
+
+
+def is_replaced(parameter: torch.Tensor) -> str | None:
+    """The function that replaced this parameter in its module, if one did."""
+    return getattr(parameter, REPLACED, None)

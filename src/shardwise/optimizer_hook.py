@@ -1,5 +1,7 @@
 """Gradients get the layout of their parameters before an optimizer steps, and so does state that is made from them.
 
+An optimizer that was made before its model was sharded has parameters that no module has: it is refused.
+
 The gradient of a replicated parameter may still be Partial. An optimizer that copies it (`momentum_buffer`) would copy
 the layout too.
 
@@ -17,9 +19,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise import modes
+from shardwise.api import is_replaced
 from shardwise.core.placement import Replicate
 from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.flat_buffer import FlatBuffer, alike
+from shardwise.errors import LayoutError
 from shardwise.tensor import DTensor, dtensor_of
 
 __all__ = ["StepHook", "after_step", "align_gradients", "before_step", "install"]
@@ -29,7 +33,7 @@ StepHook = Callable[[torch.optim.Optimizer, Any, Any], None]  # of an optimizer 
 
 @torch.no_grad()
 def align_gradients(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: Any = None) -> None:
-    """Redistribute gradients whose layout differs from that of their DTensor parameter. Not in strict mode.
+    """Redistribute gradients whose layout differs from that of their DTensor parameter. In strict mode nothing moves.
 
     Example:
         >>> import shardwise as sw
@@ -42,20 +46,32 @@ def align_gradients(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: An
         >>> weight.grad.spec
         f32[4] R
     """
-    if modes.is_strict():
-        return
     found: list[Any] = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             grad = parameter.grad
-            if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and _differs(grad._spec, parameter._spec):
+            if grad is None:
+                _refuse_replaced(optimizer, parameter)
+            elif isinstance(grad, DTensor) and isinstance(parameter, DTensor) and _differs(grad._spec, parameter._spec):
                 found.append(parameter)
+    if modes.is_strict():
+        return
     sums = {at: p.grad._spec for at, p in enumerate(found) if p._spec.is_replicated and not any(p.grad._spec.dim_axes)}
     for positions in alike(sums):
         _reduce_as_one([found[at] for at in positions])
     for parameter in found:
         if _differs(parameter.grad._spec, goal := parameter._spec):
             parameter.grad = parameter.grad.redistribute(placements=goal.placements, shard_order=goal.shard_order)
+
+
+def _refuse_replaced(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
+    """Refuse a parameter that no module has: its gradient stays None, and the step would change nothing."""
+    if (who := is_replaced(parameter)) is not None:
+        raise LayoutError(
+            f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that the model no longer "
+            f"has: {who} has replaced it, so this step would not train the model",
+            hint="make the optimizer after the model is sharded",
+        )
 
 
 def _differs(have: DTensorSpec, goal: DTensorSpec) -> bool:

@@ -543,6 +543,38 @@ def test_an_interrupt_ends_the_rank_that_runs(run_ranks: RunRanks) -> None:
     assert ran.status == 130
 
 
+OPERATORS = """
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+
+    @torch.library.custom_op("rank_threads::{name}", mutates_args={mutates})
+    def add_rank(x: torch.Tensor) -> torch.Tensor:
+        return x + rank
+
+    @add_rank.register_fake
+    def _(x: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(x)
+
+    dist.barrier()  # every rank has defined it
+    by_name = torch.ops.rank_threads.{name}
+    print(f"{{rank}}: {{add_rank(torch.zeros(2)).tolist()}} {{by_name(torch.ones(1)).item()}}")
+    """
+
+
+def test_ranks_define_one_custom_operator_and_call_their_own_function(run_ranks: RunRanks) -> None:
+    define = torch.library.custom_op
+    ran = run_ranks(OPERATORS.format(name="add_rank", mutates="()"), 3)
+    assert ran.status == 0, ran.err
+    assert sorted(ran.out) == [f"{rank}: [{rank}.0, {rank}.0] {rank + 1}.0" for rank in range(3)]
+    assert torch.library.custom_op is define
+
+
+def test_ranks_that_define_a_custom_operator_differently_are_refused(run_ranks: RunRanks) -> None:
+    ran = run_ranks(OPERATORS.format(name="differs", mutates="('x',) if rank else ()"), 2)
+    assert ran.status == 1
+    assert "rank_threads::differs: defined as (Tensor x) -> Tensor before, and as (Tensor(a0!) x)" in ran.err
+
+
 def test_a_world_can_be_left_and_entered_again(run_ranks: RunRanks) -> None:
     ran = run_ranks(
         """

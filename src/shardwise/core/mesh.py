@@ -23,7 +23,7 @@ from shardwise.core.mode_stack import ModeStack, entries_in_force
 from shardwise.core.opaque import constant_to_compilers
 from shardwise.errors import MeshError, UnsupportedError
 
-__all__ = ["Coordinate", "DeviceMesh", "Host", "current_mesh", "hosts", "on_one_grid"]
+__all__ = ["Coordinate", "DeviceMesh", "Host", "checked_device_type", "current_mesh", "hosts", "on_one_grid"]
 
 Axis = SupportsIndex | str
 Coordinate = tuple[int, ...]  # of a rank: its index along each axis
@@ -146,6 +146,7 @@ class DeviceMesh(Interned):
         mesh_dim_names: Iterable[str] | None = None,
         fabric: str | None = None,
     ) -> DeviceMesh:
+        device_type = checked_device_type(device_type)
         ranks = _rank_array(mesh)
         names = _checked_names(mesh_dim_names, ranks.ndim)
         flat = tuple(ranks.reshape(-1).tolist())
@@ -158,7 +159,7 @@ class DeviceMesh(Interned):
             )
         fabric = chosen_fabric() if fabric is None else _here(fabric)
         axes = tuple((a,) for a in range(ranks.ndim))
-        return cls._intern(str(device_type), fabric, ranks.shape, _as_range(flat), names, axes, names)
+        return cls._intern(device_type, fabric, ranks.shape, _as_range(flat), names, axes, names)
 
     def _derive(self) -> None:
         put = object.__setattr__
@@ -624,6 +625,14 @@ def _as_range(ranks: tuple[int, ...]) -> range | tuple[int, ...]:
     """A range if the ranks are consecutive: hashing and comparing it takes constant time."""
     consecutive = range(ranks[0], ranks[0] + len(ranks))
     return consecutive if ranks == tuple(consecutive) else ranks
+
+
+def checked_device_type(device_type: object) -> str:
+    """A type of device that torch knows, without an index."""
+    try:
+        return torch.device(device_type).type  # pyright: ignore[reportCallIssue, reportArgumentType]
+    except (RuntimeError, TypeError):
+        raise MeshError(f"{device_type!r} is not a type of device", hint='as in "cpu" or "cuda"') from None
 
 
 def _rank_array(mesh: Any) -> np.ndarray:

@@ -36,7 +36,7 @@ from shardwise.dispatch.origins import (
     with_constants_stored_once,
 )
 from shardwise.dispatch.outside_mesh import holding_nothing
-from shardwise.dispatch.plain_operands import with_plain_operands
+from shardwise.dispatch.plain_operands import note_locals, with_plain_operands
 from shardwise.dispatch.ragged_calls import RaggedCalls, is_ragged
 from shardwise.dispatch.random_ops import agree_once, filling, random_executor
 from shardwise.dispatch.result_meta import ResultMetas
@@ -62,7 +62,7 @@ from shardwise.dispatch.spread_gradients import (
     spread_as_origin,
     spread_regrouped,
 )
-from shardwise.dispatch.views import copied_view, counted_as_base, is_norm, with_copied_views
+from shardwise.dispatch.views import DETACH, copied_view, counted_as_base, is_norm, with_copied_views
 from shardwise.dispatch.writes import (
     replacing_locals,
     reshaping_in_place,
@@ -166,7 +166,11 @@ class OpDispatcher:
         ragged = Ragged.in_use and is_ragged(key)
         run = None if ragged else self._known_calls.find(key)
         if run is None:
-            run = self.resolve(key, func, args, kwargs)
+            try:
+                run = self.resolve(key, func, args, kwargs)
+            except (RuntimeError, ValueError) as error:
+                note_locals(error, self.wrapping.tensor_class, tensor_slots(op_info(func), args, kwargs))
+                raise
         self.misses += 1
         return (self.cache.keep_recent if ragged else self.cache.keep)(key, run)
 
@@ -248,7 +252,7 @@ class OpDispatcher:
         if info.is_view and is_norm(signature.specs[0]):  # a write reduces it, and must reach its views
             decided("reduced first", signature)
             copied = copied_view(info, reduced_first(info, self.wrapping, signature.slots[:1]))
-            return reduced_in_place(info, copied) if info.op is torch.ops.aten.detach.default else copied
+            return reduced_in_place(info, copied) if info.op is DETACH else copied
         metas, sharding = self._results(signature, key, args, kwargs)
         compute = DECOMPOSITIONS.get(info.op)
         drawn = metas if info.draws and sharding is None and not info.op._can_decompose() else None

@@ -24,7 +24,7 @@ from shardwise.fabric.shared_writes import agree
 from shardwise.local import stored_zeros
 from shardwise.schema import OpInfo, Slot
 
-__all__ = ["replicated_operand", "with_plain_operands"]
+__all__ = ["note_locals", "replicated_operand", "with_plain_operands"]
 
 
 def with_plain_operands(
@@ -67,6 +67,22 @@ def with_plain_operands(
         return run(args, kwargs)
 
     return run_with_plain
+
+
+def note_locals(error: Exception, tensor_class: Any, found: Sequence[tuple[Slot, Any]]) -> None:
+    """Add to the error of a call that a plain operand looks like a rank's part: the result of `to_local`."""
+    specs = [tensor._spec for _, tensor in found if isinstance(tensor, tensor_class)]
+    for slot, tensor in found:
+        if isinstance(tensor, tensor_class):
+            continue
+        for spec in specs:
+            if tensor.shape != spec.shape and tensor.shape == spec.local_shape([0] * spec.mesh.ndim):
+                error.add_note(
+                    f"argument {argument_name(slot.name, tensor)} is a plain torch.Tensor of shape "
+                    f"{tuple(tensor.shape)}, which is taken as a global tensor. It has the shape of a local of {spec}: "
+                    "DTensor.from_local(tensor, mesh, placements) makes a DTensor of locals"
+                )
+                break
 
 
 def _with_stored_zeros(

@@ -17,6 +17,7 @@ from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.dispatch.broadcast import broadcast_in_views
 from shardwise.dispatch.origins import origin_of
 from shardwise.dispatch.signature import Executor, Signature
+from shardwise.dispatch.views import DETACH
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.block_copies import local_step
 from shardwise.fabric.routes import bound_route
@@ -166,7 +167,7 @@ def spread_regrouped(signature: Signature, run: Executor) -> Executor:
 # ---------------------------------------------------------------- gradients on their way into `.grad`
 
 
-INTO_LEAVES = {aten.detach.default, aten.new_empty_strided.default}
+INTO_LEAVES = {DETACH, aten.new_empty_strided.default}
 WRITES_TO_VIEWS = "CopySlices"  # autograd's node of a tensor after a write to one of its views
 
 
@@ -213,7 +214,7 @@ def _as_leaf(signature: Signature, leaf: DTensorSpec) -> Executor | None:
     wrap, fabric = signature.wrapping.wrapper(target), fabric_of(mesh)
     here = fabric.coordinates(mesh)
     is_alone = len(here) == 1 and fabric_of(mesh).one_rank
-    if signature.info.op is aten.detach.default:
+    if signature.info.op is DETACH:
         steps = route.route.steps
         move = (local_step(steps[0], here[0]) if is_alone and len(steps) == 1 else None) or route.run
         return lambda args, kwargs: wrap(move(args[0]._local_tensor))

@@ -28,6 +28,7 @@ from shardwise.torch_private import OpOverload
 
 __all__ = [
     "COPYING_VIEWS",
+    "DETACH",
     "OUTSIDE",
     "OVERLAPPING",
     "PHYSICAL",

@@ -155,6 +155,13 @@ class RankTensor(torch.Tensor):
         """The values of each rank."""
         return [tensor.tolist() for tensor in self.tensors]
 
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refused: each rank has its own array."""
+        raise UnsupportedError(
+            "numpy() of a RankTensor, which has a tensor for each rank",
+            hint="x.numpy() of a DTensor is the global array; tensors[rank].numpy() is that of one rank",
+        )
+
 
 class UnevenDual(RankTensor):
     """A `RankTensor` of uneven locals made in forward mode, where torch needs each rank's zero tangents."""

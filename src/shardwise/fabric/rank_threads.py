@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d
 from shardwise.errors import AgreementError, UnsupportedError
 from shardwise.events import LIBRARIES, user_line
 from shardwise.fabric.base import rank_state
+from shardwise.fabric.rank_operators import operators_of_ranks
 
 __all__ = ["RankThreads", "rank_threads", "torchrun_environment"]
 
@@ -88,7 +89,8 @@ class RankThreads:
             threading.Thread(target=self._work, args=(rank, program), name="shardwise-rank", daemon=True)
             for rank in range(1, self.size)
         ]
-        with self._modules.imported_by_each_rank(), _running(self):
+        operators = operators_of_ranks(lambda: self._running)
+        with self._modules.imported_by_each_rank(), operators, _running(self):
             for thread in threads:
                 thread.start()
             self._outside = [exchange(own) for exchange, own in zip(self._exchanges, self._states[0], strict=True)]

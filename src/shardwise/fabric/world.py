@@ -59,12 +59,13 @@ def init_device_mesh(
         >>> init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
         DeviceMesh(cpu dp=2 tp=4, virtual)
     """
+    device_type = mesh_module.checked_device_type(device_type)
     fabric = mesh_module.chosen_fabric()
     if mesh_shape is None:
         mesh_shape, mesh_dim_names = _preset_axes(fabric, device_type, mesh_dim_names)
     shape = tuple(mesh_shape) if not isinstance(mesh_shape, int) else (mesh_shape,)
     if not shape or any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in shape):
-        raise MeshError(f"a mesh of shape {tuple(shape)} cannot be", hint="give at least one axis of at least one rank")
+        raise MeshError(f"{shape} is not the shape of a mesh", hint="give the number of ranks of each axis, at least 1")
     size = math.prod(shape)
     if fabric == c10d.name:
         _ensure_process_group(device_type)

@@ -21,7 +21,7 @@ from shardwise.core.cache import BoundedCache
 from shardwise.core.html import spec_html
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement, Replicate
-from shardwise.core.spec import ByRank, DTensorSpec, TensorMeta
+from shardwise.core.spec import ByRank, DTensorSpec, TensorMeta, checked_placements
 from shardwise.core.tangents import made_from_plain, plain_tangent
 from shardwise.core.tracing import is_dynamo_compiling, is_tracing
 from shardwise.dispatch import CacheInfo, OpDispatcher
@@ -44,7 +44,7 @@ from shardwise.tensor.autograd_functions import (
 )
 from shardwise.tensor.compile_protocol import CompileProtocol, plain_tangent_of
 from shardwise.tensor.composites import replace_composites
-from shardwise.tensor.from_local import resolved, spec_given
+from shardwise.tensor.from_local import not_a_tensor, resolved, spec_given
 from shardwise.tensor.gradient_layouts import (
     gradient_spec,
     gradient_spec_as,
@@ -261,6 +261,8 @@ class DTensor(CompileProtocol):
             return _from_local_in_graph(
                 local_tensor, device_mesh, placements, run_check, shape, stride, grad_placements, shard_order
             )
+        if not isinstance(local_tensor, torch.Tensor):
+            raise not_a_tensor("DTensor.from_local", local_tensor)
         if torch.is_inference_mode_enabled() and not local_tensor.is_inference():  # as for views: one counter
             with torch.inference_mode(False), torch.no_grad():
                 return DTensor.from_local(
@@ -350,6 +352,8 @@ class DTensor(CompileProtocol):
         mesh = spec.mesh if device_mesh is None else as_mesh(device_mesh)
         if placements is None:
             placements = (Replicate(),) * mesh.ndim
+        elif placements.__class__ is not list and placements.__class__ is not tuple:
+            placements = checked_placements(placements, mesh, spec.ndim)
         meta = spec.tensor_meta
         if forward_dtype is not None and forward_dtype is not meta.dtype:
             meta = TensorMeta(meta.shape, meta.stride, forward_dtype)

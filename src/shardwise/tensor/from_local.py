@@ -22,10 +22,15 @@ from shardwise.fabric.rank_sizes import of_rank
 from shardwise.fabric.rank_tensor import map_parts, parts_of
 from shardwise.transforms import innermost, inside_transform, is_wrapped, transforming, visible_dims
 
-__all__ = ["resolved", "spec_given"]
+__all__ = ["not_a_tensor", "resolved", "spec_given"]
 
 MAX_SPECS = 4096
 _specs: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)
+
+
+def not_a_tensor(who: str, given: object) -> LayoutError:
+    """The error for a list or an array in place of a tensor."""
+    return LayoutError(f"{who} takes a torch.Tensor, not {type(given).__name__}", hint="as in torch.as_tensor(...)")
 
 
 def spec_given(

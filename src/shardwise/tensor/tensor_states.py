@@ -12,7 +12,7 @@ import torch
 
 from shardwise.core.spec import DTensorSpec
 from shardwise.core.tracing import is_tracing
-from shardwise.dispatch.views import OUTSIDE, materialize
+from shardwise.dispatch.views import DETACH, OUTSIDE, materialize
 from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.fabric.traced_collectives import recording
 from shardwise.local import in_order_of
@@ -20,8 +20,6 @@ from shardwise.tensor.laid_out import LOCAL, SPEC, LaidOutTensor, classes
 from shardwise.torch_private import make_wrapper_subclass, tree_leaves
 
 __all__ = ["CopiedState", "PendingState", "pending"]
-
-DETACH = torch.ops.aten.detach.default
 
 
 class Flight(NamedTuple):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.api import mark_replaced, parameters_of
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Ragged, Shard, as_placement
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
@@ -184,6 +185,7 @@ def fully_shard(
         f32[8,8] dp:S0
     """
     modules = [module] if isinstance(module, nn.Module) else list(module)
+    before = parameters_of("fully_shard", *modules)
     data_mesh = _checked_axes(mesh, dp_mesh_dims)
     shards = dp_mesh_dims is None or dp_mesh_dims.shard is not None
     _check_modules(modules, offload_policy)
@@ -206,6 +208,7 @@ def fully_shard(
     for group in alike(managed):
         own = policy if group[0].stored.is_floating_point() else MixedPrecisionPolicy()
         state.groups.append(ParameterGroup(group, data_mesh, own, [range(len(group))], state))
+    mark_replaced("fully_shard", before, *modules)
     for each in modules:
         subclass_with(each, FSDPModule)
     return modules if not isinstance(module, nn.Module) else module

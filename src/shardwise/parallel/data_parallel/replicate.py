@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.api import mark_replaced, parameters_of
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Partial, Replicate
 from shardwise.core.spec import DTensorSpec, TensorMeta
@@ -78,6 +79,7 @@ def replicate(
     """
     if mesh is not None and device_mesh is not None:
         raise MeshError("replicate: both mesh and device_mesh are given", hint="pass only one; they are the same")
+    before = parameters_of("replicate", module)
     data_mesh = data_axes(mesh if mesh is not None else device_mesh)
     if hasattr(module, STATE):
         raise UnsupportedError(
@@ -97,6 +99,7 @@ def replicate(
         state.groups.append(ParameterGroup(group, data_mesh, own, buckets, state))
     for part in _parts(module):
         state.serve(part)
+    mark_replaced("replicate", before, module)
     subclass_with(module, ReplicateModule)
     return module
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.api import REPLACED
 from shardwise.core.mesh import DeviceMesh, on_one_grid
 from shardwise.core.placement import Partial, Ragged, Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
@@ -138,7 +139,7 @@ class ShardedParameter:
             kept = fabric.build(mesh, lambda coordinate: self.slot.cut(local, coordinate))
         stored = nn.Parameter(dtensor_of(self.spec, kept), requires_grad=parameter.requires_grad)
         for key, value in parameter.__dict__.items():
-            if key not in ("_local_tensor", "_spec", "_is_param"):
+            if key not in ("_local_tensor", "_spec", "_is_param", REPLACED):
                 setattr(stored, key, value)
         for hook in users_hooks(parameter._backward_hooks):
             stored.register_hook(hook)

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.api import mark_replaced, parameters_of
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement
 from shardwise.errors import LayoutError, MeshError
@@ -73,6 +74,7 @@ def parallelize_module(
         warnings.warn("parallelize_module without a parallelize_plan does nothing", stacklevel=2)
         return module
     mesh = _one_axis(as_mesh(device_mesh))
+    before = parameters_of("parallelize_module", module)
     unknown: list[str] = []
     entries = list(_entries(module, "", parallelize_plan, unknown))
     for key in unknown:
@@ -85,6 +87,7 @@ def parallelize_module(
         attributes[STYLES] = (*attributes.get(STYLES, ()), (repr(entry.style), mesh))
     convert_around_adapters(module)
     update_ties(module)
+    mark_replaced("parallelize_module", before, module)
     keep_one_gradient(module.named_parameters(), mesh)
     return module
 
