@@ -3,16 +3,15 @@
 Counts cover functions of Python and C, so a loop over ranks or a kernel for each of them shows.
 """
 
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 
 import shardwise as sw
-from bench.counting import fake_world
-from bench.data_parallel_ranks import calls, training_step
+from bench.counting import calls, fake_world
+from bench.data_parallel_ranks import training_step
 from shardwise.parallel import MixedPrecisionPolicy
 
 R, S0, S1, P = sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Partial()
@@ -26,7 +25,7 @@ def step_calls(ranks: int, width: int, shape: tuple[int, ...] | None = None, **o
         step = training_step(sw.fully_shard, mesh, width=width, **options)
         for _ in range(2):
             step()
-        return calls(step)
+        return calls(step, of_c=True)
 
 
 @pytest.mark.parametrize(
@@ -66,22 +65,6 @@ MOVES: list[tuple[tuple[int, ...], Sequence[Any], Sequence[Any]]] = [
 ]
 
 
-def counted(function: Callable[[], object]) -> int:
-    """Functions of Python that a call enters; those of C are the library's own loops."""
-    count = 0
-
-    def profile(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event == "call"
-
-    sys.setprofile(profile)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
 def move_calls(ranks: int, shape: tuple[int, ...], before: Sequence[Any], after: Sequence[Any]) -> tuple[int, int]:
     """Python calls of the first move, which is planned and bound, and of a later one."""
     with fake_world(ranks, rank=ranks // 3):
@@ -93,7 +76,7 @@ def move_calls(ranks: int, shape: tuple[int, ...], before: Sequence[Any], after:
         def move() -> object:
             return x.redistribute(placements=after)
 
-        return counted(move), counted(move)
+        return calls(move), calls(move)
 
 
 @pytest.mark.parametrize("move", MOVES, ids=lambda move: f"{move[0]} {move[1]} to {move[2]}")
@@ -113,6 +96,6 @@ def test_a_mesh_of_16384_ranks_is_made_and_cut_in_few_calls() -> None:
                 assert mesh["tp"].size() == 8
                 assert mesh.get_local_rank("dp") == ranks // 3 // 8
 
-            return counted(make)
+            return calls(make)
 
     assert made(16384) <= made(1024) + 10
