@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import shardwise as sw
 from bench.counting import calls, fake_world
@@ -99,3 +100,22 @@ def test_a_mesh_of_16384_ranks_is_made_and_cut_in_few_calls() -> None:
             return calls(make)
 
     assert made(16384) <= made(1024) + 10
+
+
+def test_products_of_experts_take_few_calls() -> None:
+    """Two grouped products and their six gradients' operators run by short executors: 193 calls, and 289 without these."""
+    with fake_world(4, rank=1):
+        mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("ep",))
+        by_rank = [sw.Ragged(0, (3, 4, 0, 5))]
+        x = sw.zeros(12, 8, device_mesh=mesh, placements=by_rank).requires_grad_()
+        up, down = (sw.zeros(8, 8, 8, device_mesh=mesh, placements=[S0]).requires_grad_() for _ in range(2))
+        ends = torch.tensor([4, 7], dtype=torch.int32)
+        offs = sw.DTensor.from_local(ends, mesh, [sw.Ragged(0, (2, 2, 2, 2))], shape=(8,), stride=(1,))
+        gradient = x.detach()
+
+        def step() -> None:
+            F.grouped_mm(F.silu(F.grouped_mm(x, up, offs=offs)), down, offs=offs).backward(gradient)
+
+        for _ in range(3):
+            step()
+        assert calls(step) <= 200
