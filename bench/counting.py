@@ -5,7 +5,9 @@ something is communicated.
 """
 
 import contextlib
+import gc
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -33,6 +35,32 @@ def fake_world(size: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+def calls(function: Callable[[], object], of_c: bool = False) -> int:
+    """How many functions of Python a call enters, generators each time that they go on.
+
+    Those of a garbage collection are not its own.
+
+    Args:
+        function: what is called.
+        of_c: count functions of C too.
+    """
+    found, events = 0, ("call", "c_call") if of_c else ("call",)
+
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        nonlocal found
+        found += event in events
+
+    gc.collect()
+    gc.disable()
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+        gc.enable()
+    return found
 
 
 class Moved(NamedTuple):

@@ -8,8 +8,6 @@ the fake group would make one copy for each rank in an all-gather, which from 51
 The ratio with these copies is printed beside it, and the collectives and bytes of a step on both sides.
 """
 
-import gc
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
-from bench.counting import Moved, fake_world, unperformed_collectives
+from bench.counting import Moved, calls, fake_world, unperformed_collectives
 from bench.figures import figure, point
 from bench.timing import compare
 
@@ -56,25 +54,6 @@ def training_step(fully_shard: Any, mesh: Any, width: int = WIDTH, **options: An
     return run
 
 
-def calls(step: Callable[[], None]) -> int:
-    """Python and C functions that a step enters; those of a garbage collection are not its own."""
-    count = 0
-
-    def profile(frame: Any, event: str, argument: Any) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    gc.collect()
-    gc.disable()
-    sys.setprofile(profile)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
-        gc.enable()
-    return count
-
-
 def moved(step: Callable[[], None]) -> Moved:
     """Collectives that a step asks for, and bytes that a rank receives in them."""
     with unperformed_collectives() as asked:
@@ -94,7 +73,7 @@ def main() -> None:
             title = f"processor time of forward, backward and AdamW on {ranks} ranks, {BLOCKS} blocks of width {WIDTH}"
             with unperformed_collectives():
                 times = compare(sides, number=2, repeat=15, title=title, clock=time.process_time)
-                counts = {name: calls(step) for name, step in sides.items()}
+                counts = {name: calls(step, of_c=True) for name, step in sides.items()}
             compare(sides, number=2, repeat=5, title="  the same with the fake group's copies", clock=time.process_time)
             communicated = {name: moved(step) for name, step in sides.items()}
             assert communicated["shardwise"] == communicated["torch"], f"they do not do the same: {communicated}"

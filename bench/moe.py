@@ -29,6 +29,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
+from bench.counting import calls
 from bench.figures import figure
 
 RANKS = 4
@@ -133,17 +134,7 @@ class Counting(TorchDispatchMode):
 
 def counts(step: Callable[[], Any]) -> str:
     """Functions of Python, operators and collectives of a step."""
-    functions = 0
-
-    def count(frame: Any, event: str, arg: Any) -> None:
-        nonlocal functions
-        functions += event == "call"
-
-    sys.setprofile(count)
-    try:
-        step()
-    finally:
-        sys.setprofile(None)
+    functions = calls(step)
     with Counting() as found:
         step()
     return f"{functions} functions, {found.operators} operators, {found.collectives} collectives"

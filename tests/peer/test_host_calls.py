@@ -17,8 +17,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardwise as sw
-from bench.counting import fake_world
-from bench.data_parallel_ranks import calls, moved, training_step
+from bench.counting import calls, fake_world
+from bench.data_parallel_ranks import moved, training_step
 from bench.walk import calls as walked_calls
 from bench.walk import walk
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -96,7 +96,7 @@ def report() -> dict[str, Any]:
         return {
             "visits": visits,
             "first": [len(first.functions), len(first.files)],
-            "calls": {name: calls(step) for name, step in steps.items()},
+            "calls": {name: calls(step, of_c=True) for name, step in steps.items()},
             "moved": {name: list(moved(step)) for name, step in steps.items()},
         }
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
@@ -438,6 +439,47 @@ def test_plain_inputs_and_fully_sharded_experts() -> None:
         assert grad is not None
         assert expected is not None
         torch.testing.assert_close(grad.full_tensor(), expected, rtol=1e-3, atol=1e-4)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Outputs(NamedTuple):
+    y: Any
+    counts: Any
+
+
+class Counting(nn.Module):
+    """Experts that return their counts too, in some structure."""
+
+    def __init__(self, structure: str) -> None:
+        super().__init__()
+        self.router, self.up, self.structure = nn.Linear(4, 8), nn.Parameter(torch.randn(8, 4, 4)), structure
+
+    def forward(self, x: Any) -> Any:
+        weights, ids = self.router(x).softmax(-1).topk(2)
+        rows, back = sw.moe.dispatch(x, ids, 8, weights=weights)
+        y, counts = back(F.grouped_mm(rows, self.up, offs=back.offs)), back.counts
+        return {"named": Outputs(y, counts), "dict": {"y": y, "counts": counts}, "list": [y, (counts,)]}[self.structure]
+
+
+@pytest.mark.parametrize("structure", ["named", "dict", "list"])
+def test_plain_outputs_of_any_structure(structure: str) -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    torch.manual_seed(3)
+    plain = Counting(structure)
+    ours = parallelize_module(copy.deepcopy(plain), mesh, ExpertParallel())
+    parts = [torch.randn(3, 4) for _ in range(4)]
+    found, wanted = ours(sw.RankTensor(parts)), plain(torch.cat(parts))
+    assert type(found) is type(wanted)
+    (y, counts), (plain_y, plain_counts) = (tree_leaves(made) for made in (found, wanted))
+    torch.testing.assert_close(torch.cat(y.tensors), plain_y)
+    assert all(torch.equal(each, plain_counts) for each in counts.tensors)
+
+
+def test_an_output_that_may_be_rows_or_not_is_refused() -> None:
+    """Eight experts and eight tokens: each rank would get the counts of two experts as those of its tokens."""
+    mesh = sw.init_device_mesh("cpu", (4,))
+    ours = parallelize_module(Counting("named"), mesh, ExpertParallel())
+    with pytest.raises(sw.LayoutError, match="a row for each of the 8 rows"):
+        ours(sw.RankTensor([torch.randn(2, 4) for _ in range(4)]))
 
 
 def test_a_plan_names_what_does_not_fit() -> None:

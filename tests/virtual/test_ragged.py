@@ -266,3 +266,13 @@ def test_grouped_products_of_ragged_groups(sizes: tuple[int, ...], layout: str) 
     grads, plain_grads = (torch.autograd.grad(y.square().sum(), z) for y, z in ((got, laid), (wanted, plain)))
     for grad, plain_grad in zip(grads, plain_grads, strict=True):
         torch.testing.assert_close(grad.full_tensor(), plain_grad, rtol=1e-4, atol=1e-4)
+
+
+def test_ends_of_groups_must_match_the_rows_of_their_rank() -> None:
+    mesh = sw.init_device_mesh("cpu", (4,))
+    x = sw.distribute_tensor(torch.randn(18, 8), mesh, [Ragged(0, (3, 9, 3, 3))])
+    weight = sw.distribute_tensor(torch.randn(6, 8, 16), mesh, [Ragged(0, (1, 3, 1, 1))])
+    for ends in ([4, 6, 9, 12, 15, 18], [3, 2, 9, 12, 15, 18], [3, 6, 9, 12, 15, 17]):
+        offs = torch.tensor(ends, dtype=torch.int32)
+        with pytest.raises(sw.LayoutError, match="do not match the rows"):
+            F.grouped_mm(x, weight, offs=sw.distribute_tensor(offs, mesh, [Ragged(0, (1, 3, 1, 1))]))

@@ -148,7 +148,10 @@ def _simple_executor(
         return None
     op, wrap, fabric = local_op or info.kernel, wrapping.wrapper(spec), fabric_of(mesh)
     if patches is not None:
-        return None if len(slots) != 1 or not fabric.one_rank else _patched(info, op, wrap, patches[here[0]])
+        if not fabric.one_rank:
+            return None
+        patch = patches[here[0]]
+        return _patched(info, op, wrap, patch) if len(slots) == 1 else _localized(signature, op, wrap, patch)
     if signature.pinned:
         return _writing(wrapping, info, op, len(slots) == 1)
     op = fabric.on_each(op, len(slots))
@@ -276,6 +279,19 @@ def _patched(info: OpInfo, op: Callable[..., Any], wrap: Wrap, patch: Mapping[st
         return result
 
     return patched
+
+
+def _localized(signature: Signature, op: Callable[..., Any], wrap: Wrap, patch: Mapping[str, Any]) -> Executor | None:
+    """Several operands, and arguments of the local operator alone. None if others are replaced."""
+    info, tensor_class = signature.info, signature.wrapping.tensor_class
+    if info.writes or info.is_view or any(name in info.names for name in patch):
+        return None
+
+    def localized(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        given = [a._local_tensor if isinstance(a, tensor_class) else a for a in args]
+        return wrap(op(*given, **kwargs, **patch))
+
+    return localized
 
 
 def _shared_view(info: OpInfo, copy: Callable[..., Any], wrap: Wrap, size: Sequence[int]) -> Executor:

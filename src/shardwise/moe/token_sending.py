@@ -222,6 +222,13 @@ def _returning(plan: RoutingPlan, at: Coordinate, own: list[torch.Tensor], shape
     tokens, numbers = packing.views(packed)
     tokens.copy_(summed(rows.reshape(rows.shape[0], tokens.shape[1]), gather, count))
     numbers.copy_(weights.new_zeros(count * choices).index_copy_(0, chosen, weights).view(count, choices))
+    if packed.dtype is rows.dtype is weights.dtype:  # one sum of both
+        total: list[torch.Tensor] = []
+        got = yield Items(
+            (packed,), arriving, sent, lambda: total.append(packed.new_zeros((shape[0], packed.shape[1])))
+        )
+        tokens, numbers = packing.views(total[0].index_add_(0, send, got.tensors[0]))
+        return tokens.contiguous().view(shape), numbers.contiguous()
     sums: list[torch.Tensor] = []
     got = yield Items((packed,), arriving, sent, lambda: sums.extend(_zeros(shape, rows, (shape[0], choices), weights)))
     tokens, numbers = packing.views(got.tensors[0])

@@ -18,13 +18,17 @@ import torch
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placement import MaskPartial, Partial, Ragged, Replicate, Shard
 from shardwise.core.spec import DTensorSpec
+from shardwise.errors import LayoutError
 from shardwise.rules.engine import EACH_ALONE, Factors, Row
 from shardwise.rules.registry import Call, rule
+from shardwise.torch_private import dispatch_mode_count
 
 aten = torch.ops.aten
 OP = aten._grouped_mm.default
 ALIGNMENT = 16  # bytes that rows must be a multiple of
 TAKEN = (torch.bfloat16, torch.float16, torch.float32)
+MISMATCH = "grouped_mm: offs, sharded as Ragged, do not match the rows of the rank"
+OFFS_HINT = "pass the offs of moe.dispatch"
 R = Replicate()
 
 # by the number of dims of the two matrices: the factors of their dims and of the result's
@@ -100,10 +104,8 @@ def grouped_mm(
     if offs is None or "t" not in forms[0] + forms[1]:
         return _multiplied(mat_a, mat_b, offs, bias, out_dtype)
     length = (mat_a.shape[forms[0].index("t")]) if "t" in forms[0] else mat_b.shape[forms[1].index("t")]
-    if rows_of_groups is not None and not offs.is_meta:
-        _assert_rows(offs, rows_of_groups)
     if begin is not None:
-        offs = (offs - begin).clamp_(0, length)
+        offs = _local_ends(offs, begin, length, rows_of_groups)
     if count is None:
         return _multiplied(mat_a, mat_b, offs, bias, out_dtype)
     start = offs[first - 1] if first else offs.new_zeros(())
@@ -126,13 +128,23 @@ def grouped_mm(
     return product.masked_fill(missing.unsqueeze(1 - forms[2].index("t")), 0)
 
 
-def _assert_rows(offs: torch.Tensor, rows: tuple[int, int]) -> None:
-    """Assert that the ends of groups match the rows of this rank. On a GPU the host does not wait for it."""
-    begin, end = rows
-    fits = (offs[0] >= begin) & (offs[-1] == end) if len(offs) else offs.new_full((), begin == end, dtype=torch.bool)
-    torch.ops.aten._assert_async.msg(
-        fits, "grouped_mm: offs, sharded as Ragged, do not match the rows of the rank; pass the offs of moe.dispatch"
-    )
+def _local_ends(offs: torch.Tensor, begin: int, length: int, rows: tuple[int, int] | None) -> torch.Tensor:
+    """The ends of groups in the local jagged dim. If they are sharded, they must match the rows of this rank.
+
+    Ends in the memory of the host are read: operators on so few numbers would take longer. A GPU asserts that
+    they match, and the host does not wait for it.
+    """
+    if offs.__class__ is torch.Tensor and offs.is_cpu and not dispatch_mode_count():
+        ends = offs.numpy().tolist()
+        if rows is not None and (rows[0] != rows[1] if not ends else ends[0] < rows[0] or ends[-1] != rows[1]):
+            raise LayoutError(MISMATCH, hint=OFFS_HINT)
+        if ends and min(ends) >= begin and max(ends) <= begin + length:
+            return offs - begin if begin else offs
+    elif rows is not None and not offs.is_meta:
+        equal = rows[0] == rows[1]
+        fits = (offs[0] >= rows[0]) & (offs[-1] == rows[1]) if len(offs) else offs.new_full((), equal, dtype=torch.bool)
+        torch.ops.aten._assert_async.msg(fits, f"{MISMATCH}; {OFFS_HINT}")
+    return (offs - begin).clamp_(0, length)
 
 
 def _taken(matrix: torch.Tensor, dim: int, order: torch.Tensor) -> torch.Tensor:

@@ -150,7 +150,11 @@ class DTensor(CompileProtocol):
             elif len(args) == 3 and args[0].__class__ is DTensor:
                 kind = args[2].__class__
                 if args[1].__class__ is DTensor:
-                    if kind is float:  # `lerp_` of an optimizer
+                    if kind is DTensor:  # `addmm`, `where`, `_grouped_mm`
+                        run = _cache.get((id(func), args[0]._spec, args[1]._spec, args[2]._spec))
+                        if run is not None:
+                            return run(args, kwargs)
+                    elif kind is float:  # `lerp_` of an optimizer
                         run = _cache.get((id(func), args[0]._spec, args[1]._spec, float))
                         if run is not None:
                             return run(args, kwargs)

@@ -22,6 +22,7 @@ from shardwise.parallel.tensor_parallel.module_parameters import laid_out, remap
 from shardwise.parallel.tensor_parallel.norm_gradients import add_up_after_backward
 from shardwise.parallel.tensor_parallel.style import ParallelStyle, placement_of
 from shardwise.tensor import DTensor, is_dtensor
+from shardwise.torch_private import tree_map
 
 __all__ = ["ExpertParallel"]
 
@@ -85,6 +86,12 @@ class ExpertParallel(ParallelStyle):
         sizes = {parameter.shape[0] for parameter in found.values()}
         if len(sizes) != 1:
             have = ", ".join(f"{name} {tuple(parameter.shape)}" for name, parameter in found.items())
+            if not found and self.parameters is None:
+                raise LayoutError(
+                    f"{who}: there are no stacked parameters, [experts, ...] of {STACKED} dims or more",
+                    hint="stack the weights of experts that are modules of their own, or give each of them a style of "
+                    'layers, as {"experts.*.up": ColwiseParallel(), "experts.*.down": RowwiseParallel()}',
+                )
             raise LayoutError(
                 f"{who}: stacked parameters must have one number of experts, found {have or 'none'}",
                 hint='name them: ExpertParallel(parameters=["up", "down"]), or apply the style only to the experts',
@@ -179,10 +186,17 @@ def _joined(mesh: DeviceMesh, tp_mesh: DeviceMesh) -> DeviceMesh:
 
 def _left(result: Any, entered: DTensorSpec) -> Any:
     """The outputs of a plain input, as plain tensors in its layout; numbers are the same on every rank."""
-    if isinstance(result, tuple | list):
-        return type(result)(_left(each, entered) for each in result)
-    if not is_dtensor(result):
-        return result
-    split = result.dim() and result.shape[0] == entered.shape[0]
+    return tree_map(lambda value: _left_tensor(value, entered) if is_dtensor(value) else value, result)
+
+
+def _left_tensor(result: Any, entered: DTensorSpec) -> torch.Tensor:
+    split, spec = bool(result.dim()) and result.shape[0] == entered.shape[0], result._spec
+    axes = entered.dim_axes[0]
+    if split and axes and result.shape[1:] != entered.shape[1:] and not set(axes) & set(spec.dim_axes[0]):
+        raise LayoutError(
+            f"ExpertParallel: is the output {spec} a row for each of the {entered.shape[0]} rows of the input, or the "
+            "same on every rank?",
+            hint="use_local_output=False, and redistribute(...).to_local() the outputs",
+        )
     placements = entered.placements if split else [Replicate()] * entered.mesh.ndim
     return result.redistribute(placements=placements).to_local()
