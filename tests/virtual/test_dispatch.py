@@ -683,3 +683,16 @@ def test_collectives_of_process_groups_are_refused() -> None:
     x = sw.distribute_tensor(torch.ones(4), mesh, [sw.Shard(0)])
     with pytest.raises(sw.UnsupportedError, match=r"all_reduce\S* is a collective of a process group"):
         torch.ops._c10d_functional.all_reduce(x, "sum", "0")
+
+
+def test_plain_operands_write_to_the_out_of_a_dtensor() -> None:
+    """Some optimizers compute factors from plain state and write the product into the update."""
+    mesh = sw.init_device_mesh("cpu", (4,))
+    a, b = torch.rand(7, 1), torch.rand(1, 6)
+    for placement in (sw.Shard(0), sw.Shard(1), sw.Replicate()):
+        out = sw.zeros(7, 6, device_mesh=mesh, placements=[placement])
+        assert torch.mul(a, b, out=out) is out
+        torch.testing.assert_close(out.full_tensor(), a * b)
+        values, indices = sw.zeros(7, device_mesh=mesh, placements=[sw.Shard(0)]), torch.zeros(7, dtype=torch.long)
+        torch.max(a * b, 1, out=(values, indices))
+        torch.testing.assert_close((values.full_tensor(), indices), tuple((a * b).max(1)))

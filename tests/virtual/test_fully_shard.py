@@ -885,6 +885,39 @@ def test_a_function_that_differentiates_a_sharded_module_in_its_backward_is_refu
         Adjoint.apply(x, *model.parameters()).sum().backward()
 
 
+@pytest.mark.parametrize("wrap", [sw.fully_shard, sw.replicate])
+def test_writes_through_data_inside_forward_are_kept_or_refused(wrap: Any) -> None:
+    """As codebooks with moving averages do: the write came to a gathered copy alone, and was lost."""
+
+    class Written(nn.Module):
+        def __init__(self, write: Any) -> None:
+            super().__init__()
+            self.weight, self.write = nn.Parameter(torch.arange(28.0).reshape(7, 4)), write
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x @ self.weight.t()
+            self.write(self.weight)
+            return y
+
+    def assign(weight: Any) -> None:
+        weight.data = weight.data * 2
+
+    mesh, x = line(4), torch.ones(8, 4)
+    writes = [lambda w: w.data.mul_(2), lambda w: w.data.copy_(w.data + 1), lambda w: w.data[1:3].fill_(7.0)]
+    for write in writes:
+        reference, model = Written(write), wrap(Written(write), mesh)
+        for _ in range(2):
+            reference(x).sum().backward()
+            model(sw.distribute_tensor(x, mesh, [S0])).sum().backward()
+        torch.testing.assert_close(whole(model.weight), reference.weight.detach())
+        torch.testing.assert_close(whole(model.weight.grad), reference.weight.grad)
+        with pytest.raises(sw.UnsupportedError, match="own plain tensors"):
+            wrap(Written(write), mesh)(ranks_batch(x, mesh))
+    for given in (sw.distribute_tensor(x, mesh, [S0]), ranks_batch(x, mesh)):
+        with pytest.raises(sw.UnsupportedError, match=r"set to another tensor|own plain tensors"):
+            wrap(Written(assign), mesh)(given)
+
+
 def test_gradients_that_autograd_reaches_are_given() -> None:
     """Of inputs, of stored parameters that a loss uses itself, of parameters that it does not use."""
     mesh = line(4)

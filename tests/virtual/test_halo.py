@@ -310,3 +310,20 @@ def test_tiny_images_are_moved() -> None:
     assert F.conv2d(x, weight, padding=1).placements == (Shard(0),)
     tall = sw.distribute_tensor(torch.randn(8, 8, 256, 8), mesh_of(8), [Shard(2)])
     assert F.conv2d(tall, weight, padding=1).placements == (Shard(2),)
+
+
+@pytest.mark.parametrize("mode", ["reflect", "replicate"])
+@pytest.mark.parametrize("dim", [0, 2, 3])
+def test_a_padding_of_one_dim_with_another_that_has_empty_shards(mode: str, dim: int) -> None:
+    """Nine rows on four ranks leave the last one empty; kernels refuse empty rows that are not padded."""
+    mesh = sw.init_device_mesh("cpu", (4,))
+    image = torch.rand(3, 2, 9, 9, dtype=torch.float64)
+    for padding in ((1, 1, 0, 0), (0, 0, 1, 2)):
+        results = []
+        for x in (image.clone(), sw.distribute_tensor(image, mesh, [sw.Shard(dim)])):
+            x.requires_grad_()
+            y = F.pad(x, padding, mode=mode)
+            (first,) = torch.autograd.grad((y**3).sum(), x, create_graph=True)
+            results.append((y, first, *torch.autograd.grad(first.square().sum(), x)))
+        for wanted, got in zip(*results, strict=True):
+            torch.testing.assert_close(got.full_tensor(), wanted)

@@ -137,7 +137,7 @@ def through_functional(signature: Signature, op: OpOverload) -> Executor:
         # all by name: the two forms of an operator need not have the same defaults
         kept = {name: value for name, value in info.bind(args, kwargs).items() if name not in info.outs}
         with modes.decomposing(info.op):  # plain tensors among the arguments have been accepted
-            made = op(**kept)
+            made = wrapping.wrap_plain(op(**kept), mesh)  # plain if only the targets are DTensors
         results = made if isinstance(made, tuple) else (made,)
         _refuse_cast(given, results)
         for target, result in zip(given, results, strict=True):

@@ -35,9 +35,9 @@ from shardwise.torch_private import (
 )
 
 __all__ = [
-    "RankTensor", "UnevenDual", "check_replicas", "counters_of_data", "is_even", "is_of_ranks", "is_tensor",
-    "map_parts", "of_rows", "part_at", "parts_of", "rank_results", "results_alike", "run_on_each", "run_rows",
-    "writes_as_data", "writes_to", "written_leaves",
+    "DATA_IS_COUNTED", "RankTensor", "UnevenDual", "check_replicas", "counters_of_data", "data_was_read", "is_even",
+    "is_of_ranks", "is_tensor", "map_parts", "of_rows", "part_at", "parts_of", "rank_results", "results_alike",
+    "run_on_each", "run_rows", "writes_as_data", "writes_to", "written_leaves",
 ]  # fmt: skip
 
 
@@ -85,7 +85,7 @@ class RankTensor(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         """The same values, unknown to autograd. Assigning gives each rank's tensor the values of another's."""
-        return _DATA.__get__(self)
+        return self.detach() if DATA_IS_COUNTED in self.__dict__ else _DATA.__get__(self)
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -95,6 +95,10 @@ class RankTensor(torch.Tensor):
                 "would share its memory",
                 hint=f"RankTensor([tensor.clone() for _ in range({len(self.tensors)})])",
             )
+        if DATA_IS_COUNTED in self.__dict__:
+            with torch.no_grad():
+                self.copy_(value)
+            return
         for mine, other in zip(self.tensors, value.tensors, strict=True):
             mine.data = other
         _DATA.__set__(self, value)
@@ -234,6 +238,7 @@ def of_rows(like: torch.Tensor, rows: Sequence[Sequence[torch.Tensor]]) -> Seque
 
 
 _COUNTERS = "_shardwise_counters"  # an attribute of storages
+DATA_IS_COUNTED = "_shardwise_counted_data"  # an attribute of those whose `data` shares their version counter
 
 
 def writes_as_data(local: torch.Tensor) -> int:
@@ -241,7 +246,7 @@ def writes_as_data(local: torch.Tensor) -> int:
 
     torch gives `x.data` a counter of its own, so that of `x` does not count writes to it, nor the other way round.
     """
-    if not _data_was_read:
+    if not data_was_read:
         return 0
     for part in parts_of(local):
         counters = getattr(part.untyped_storage(), _COUNTERS, None)
@@ -250,7 +255,7 @@ def writes_as_data(local: torch.Tensor) -> int:
     return 0
 
 
-_data_was_read: list[bool] = []  # not empty: some program has read the data of a DTensor
+data_was_read: list[bool] = []  # not empty: some program has read the data of a DTensor
 
 
 def counters_of_data(local: torch.Tensor, make: Callable[[], tuple[torch.Tensor, ...]]) -> tuple[torch.Tensor, ...]:
@@ -263,7 +268,7 @@ def counters_of_data(local: torch.Tensor, make: Callable[[], tuple[torch.Tensor,
     counters = make()
     for storage in storages:
         setattr(storage, _COUNTERS, counters)
-    _data_was_read[:] = [True]
+    data_was_read[:] = [True]
     return counters
 
 

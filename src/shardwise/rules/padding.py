@@ -120,8 +120,9 @@ def pad_rule(dims: int, backward: bool) -> Callable[[Call], Factors]:
     def factors(call: Call) -> Factors:
         ndim = len(call["self"].shape)
         own = tuple(names(ndim))
-        full = frozenset(own[: ndim - dims])
         padded = frozenset(own[dim] for dim in padded_dims(call["padding"], ndim))
+        # kernels refuse empty dims; rows of a padded dim are exchanged, and empty locals never reach the kernel
+        full = frozenset(own) - padded
         if backward:
             return Factors((own, own), (own,), linear=((0,),), nonempty=full, exchanged=padded)
         return Factors((own,), (own,), moves=True, nonempty=full, exchanged=padded)

@@ -19,7 +19,7 @@ from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec
 from shardwise.core.tracing import is_tracing
 from shardwise.errors import UnsupportedError
-from shardwise.fabric.rank_tensor import of_rows, part_at, parts_of
+from shardwise.fabric.rank_tensor import data_was_read, of_rows, part_at, parts_of, writes_as_data
 from shardwise.parallel.data_parallel.sharded_param import GatheredParameter, ShardedParameter
 from shardwise.tensor import DTensor, dtensor_of
 from shardwise.torch_private import (
@@ -90,8 +90,17 @@ class GatheringGroup(Protocol):
 
 class _Leaves(NamedTuple):
     tensors: list[Any]
-    versions: list[int]
+    versions: list[int]  # version counters, and numbers of writes through `data`
+    locals: list[Any]  # None for a plain tensor
     flags: list[bool]
+
+
+class Written(NamedTuple):
+    """How a gathered parameter was written to: on which mesh, recorded by autograd, by giving it other memory."""
+
+    mesh: DeviceMesh | None
+    in_graph: bool
+    assigned: bool
 
 
 class Gathered:
@@ -199,22 +208,33 @@ class Gathered:
         if found is None or found.flags != flags:
             with kept_apart(grads=True):
                 tensors = self.group.make_leaves(self, compute_mesh)
-            versions = [tensors[index]._version for index in self.source.indices]
-            found = self._leaves[compute_mesh] = _Leaves(tensors, versions, flags)
+            leaves = [tensors[index] for index in self.source.indices]
+            versions = [self._count(leaf, index) for leaf, index in zip(leaves, self.source.indices, strict=True)]
+            locals_ = [getattr(leaf, "_local_tensor", None) for leaf in leaves]
+            found = self._leaves[compute_mesh] = _Leaves(tensors, versions, locals_, flags)
         return found.tensors
 
-    def take_writes(self) -> dict[int, list[tuple[DeviceMesh | None, bool]]]:
-        """The parameters written to since the last call: the mesh of each written leaf, and whether in a graph."""
-        found: dict[int, list[tuple[DeviceMesh | None, bool]]] = {}
-        for mesh, (tensors, versions, _) in self._leaves.items():
+    def take_writes(self) -> dict[int, list[Written]]:
+        """The parameters written to since the last call."""
+        found: dict[int, list[Written]] = {}
+        for mesh, (tensors, versions, locals_, _) in self._leaves.items():
             for at, index in enumerate(self.source.indices):
                 leaf = tensors[index]
-                if leaf._version != versions[at]:
-                    versions[at] = leaf._version
+                count = self._count(leaf, index) if data_was_read else leaf._version
+                assigned = getattr(leaf, "_local_tensor", None) is not locals_[at]
+                if count != versions[at] or assigned:
+                    versions[at] = count
                     self.writes[index] = leaf._version - self._base(leaf, index)
                     in_graph = leaf.grad_fn is not None and leaf.grad_fn.name() != "LeavesBackward"
-                    found.setdefault(index, []).append((mesh, in_graph))
+                    found.setdefault(index, []).append(Written(mesh, in_graph, assigned))
         return found
+
+    def _count(self, leaf: Any, index: int) -> int:
+        """How many times a leaf was written to. Autograd does not see writes through the `data` of a DTensor."""
+        assert self.tensors is not None
+        if not data_was_read or not isinstance(leaf, DTensor):  # `data` of the other leaves shares their counter
+            return leaf._version
+        return leaf._version + writes_as_data(part_at(self.tensors[index], 0))
 
     def _base(self, tensor: torch.Tensor, index: int) -> int:
         return 0 if isinstance(tensor, DTensor) else self._bases[index]

@@ -413,7 +413,12 @@ class ParameterGroup:
             parameter = self.parameters[index]
             stored: Any = gathered.source.stored[index]
             full = gathered.tensors[index]
-            for mesh, in_graph in writes:
+            for mesh, in_graph, assigned in writes:
+                if assigned:
+                    raise UnsupportedError(
+                        f"the data of {parameter.name} was set to another tensor while it was gathered",
+                        hint="copy values into it: parameter.data.copy_(tensor)",
+                    )
                 if in_graph or mesh is None or full.dtype is not stored.dtype:
                     raise UnsupportedError(
                         f"{parameter.name} was written to while it was gathered{_why(mesh, in_graph)}",

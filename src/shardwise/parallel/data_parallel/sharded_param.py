@@ -21,7 +21,7 @@ from shardwise.core.placement import Partial, Ragged, Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.errors import LayoutError, MeshError, UnsupportedError
 from shardwise.fabric.base import fabric_of, fabrics
-from shardwise.fabric.rank_tensor import map_parts
+from shardwise.fabric.rank_tensor import DATA_IS_COUNTED, map_parts
 from shardwise.parallel.data_parallel.data_axes import axes_within
 from shardwise.parallel.data_parallel.flat_params import ParamSlot
 from shardwise.parallel.tensor_parallel.norm_gradients import users_hooks
@@ -200,6 +200,7 @@ class ShardedParameter:
             made: Any = dtensor_of(spec.with_dtype(gathered.dtype), gathered)
         elif fabrics[self.data_mesh.fabric].many_ranks:
             made = map_parts(lambda part: part, gathered)  # a separate local on this memory
+            setattr(made, DATA_IS_COUNTED, True)  # as of a `GatheredParameter`
         else:
             return make_subclass(GatheredParameter, gathered)
         made._is_param = True  # makes isinstance(made, nn.Parameter) true
