@@ -26,7 +26,7 @@ __all__ = ["BlockFile", "BlockToWrite", "FileWriter", "as_bytes", "block_header"
 
 PAGE = 4096
 BUFFER = 8 << 20  # bytes of one write
-STRIDE = 1 << 20  # bytes checksummed at a time, while they are in the CPU cache
+STRIDE = 1 << 19  # bytes read or written and checksummed at a time, while they are in the CPU's own cache
 Count = Callable[[int], None]
 
 
