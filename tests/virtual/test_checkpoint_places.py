@@ -227,7 +227,9 @@ def test_the_newest_one_of_copies(tmp_path: Path) -> None:
     for step in (9, 10):
         save({"w": torch.ones(3), "step": step}, tmp_path / "run" / f"step-{step}")
     for step in (10, 9):
-        shutil.copytree(tmp_path / "run" / f"step-{step}", tmp_path / "moved" / f"step-{step}", copy_function=shutil.copy)
+        shutil.copytree(
+            tmp_path / "run" / f"step-{step}", tmp_path / "moved" / f"step-{step}", copy_function=shutil.copy
+        )
         os.utime(tmp_path / "moved" / f"step-{step}" / "index.json", (2e9 - step, 2e9 - step))
     assert latest(tmp_path / "moved") == str(tmp_path / "moved" / "step-10")
     assert latest(f"file://{tmp_path}/moved") == f"file://{tmp_path}/moved/step-10"

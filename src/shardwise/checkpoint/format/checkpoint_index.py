@@ -19,7 +19,17 @@ from shardwise.checkpoint.format.stored_dtypes import DTYPES, NAMES
 from shardwise.checkpoint.partition.boxes import Box, overlapping
 from shardwise.errors import CheckpointError
 
-__all__ = ["FORMAT", "INDEX", "VERSION", "Index", "StoredBlock", "StoredTensor", "parse_index", "saved_at", "write_index"]
+__all__ = [
+    "FORMAT",
+    "INDEX",
+    "VERSION",
+    "Index",
+    "StoredBlock",
+    "StoredTensor",
+    "parse_index",
+    "saved_at",
+    "write_index",
+]
 
 FORMAT = "shardwise.checkpoint"
 VERSION = 3
