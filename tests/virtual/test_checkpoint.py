@@ -106,6 +106,73 @@ def test_a_module_an_optimizer_and_the_random_state(tmp_path: Path) -> None:
     assert repr(other_optimizer.state_dict()) == repr(optimizer.state_dict())
 
 
+class WithExtra(torch.nn.Module):
+    """An extra state that is a tensor."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((2, 2), value))
+        self.extra = torch.full((2,), value)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.extra.clone()
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.extra = state.clone()
+
+
+class InHalf(torch.nn.Linear):
+    """A state dict that has other tensors than the module."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__(2, 2, bias=False)
+        torch.nn.init.constant_(self.weight, value)
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return {name: value.half() for name, value in super().state_dict(*args, **options).items()}
+
+
+def with_hook(value: float) -> torch.nn.Module:
+    model = torch.nn.Linear(2, 2, bias=False)
+    torch.nn.init.constant_(model.weight, value)
+
+    def copied(module: Any, state: dict[str, Any], *rest: Any) -> None:
+        state.update({name: tensor.clone() for name, tensor in state.items()})
+
+    model._register_state_dict_hook(copied)
+    return model
+
+
+@pytest.mark.parametrize("make", [WithExtra, InHalf, with_hook])
+@pytest.mark.parametrize("staged", [True, False])
+def test_modules_whose_state_dict_has_copies(make: Any, staged: bool, tmp_path: Path) -> None:
+    save({"model": make(5.0)}, tmp_path / "c")
+    model = make(0.0)
+    load({"model": model}, tmp_path / "c", staged=staged)
+    assert model.weight.eq(5).all()
+    assert getattr(model, "extra", model.weight).eq(5).all()
+
+
+@pytest.mark.parametrize("sharded", [True, False])
+def test_tied_tensors_get_values_of_one_tensor(sharded: bool, tmp_path: Path) -> None:
+    def laid(value: float) -> torch.Tensor:
+        plain = torch.full((4, 2), value)
+        return sw.distribute_tensor(plain, mesh_of((4,)), [sw.Shard(1)]) if sharded else plain
+
+    one = laid(1.0)
+    save({"a": one, "b": one.detach(), "empty": torch.zeros(0, 2)}, tmp_path / "tied")
+    save({"a": laid(2.0), "b": laid(3.0), "empty": torch.zeros(0, 2)}, tmp_path / "untied")
+    target = laid(0.0)
+    state = {"a": target, "b": target.detach(), "empty": torch.zeros(0, 2)}
+    load(state, tmp_path / "tied")
+    assert full(target).eq(1).all()
+    with pytest.raises(sw.CheckpointMismatchError, match="b has the memory of a in the state"):
+        load(state, tmp_path / "untied")
+    assert full(target).eq(1).all()
+    assert set(load(state, tmp_path / "untied", strict=False).mismatched) == {"b"}
+    assert full(target).eq(2).all()
+
+
 # ---------------------------------------------------------------- who writes and reads what
 
 

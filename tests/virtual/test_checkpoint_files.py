@@ -66,7 +66,11 @@ def edited(path: Path, change: Any) -> None:
         (lambda c: c["files"].update({"/etc/passwd": {"bytes": 9}}), "names a file '/etc/passwd'"),
         (lambda c: c["files"].update({"blocks-00000.safetensors": {"bytes": 2**50}}), "instead of"),
         (lambda c: c["tensors"].pop("w"), "differ in w"),
-        (lambda c: c.update(version=3), "version 3"),
+        (lambda c: c.update(version=4), "version 4"),
+        (lambda c: c.update(version=1), "must have the keys"),
+        (lambda c: c.pop("saved"), "must have the keys"),
+        (lambda c: c.update(saved=-1), "the time of the save is -1"),
+        (lambda c: c["files"]["blocks-00000.safetensors"].update(host="a"), "must have the keys"),
         (lambda c: c.update(state={"w": {"$pickle": "x"}}), "differ in w"),
     ],
 )

@@ -18,6 +18,7 @@ from shardwise.checkpoint.io import atomic_directory as atomic
 from shardwise.checkpoint.io import host_memory
 from shardwise.checkpoint.io.atomic_directory import Staging
 from shardwise.checkpoint.io.range_reader import OpenDirectory
+from shardwise.checkpoint.operations import checkpoint_series as series
 from shardwise.checkpoint.operations import save_checkpoint as writing
 from shardwise.checkpoint.operations.background_save import finish_pending
 from tests.virtual.checkpoints import mesh_of
@@ -154,11 +155,14 @@ def test_leftovers_of_the_dead_alone_are_removed(tmp_path: Path, monkeypatch: py
     assert names == {"new", ".mine.saving", hidden.directory.name, hidden.owner.name}
 
 
-def test_keep_leaves_what_another_job_published_later(tmp_path: Path) -> None:
+def test_keep_leaves_what_another_job_published_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def prune(target: Path, keep: int) -> None:
+        monkeypatch.undo()
+        save({}, tmp_path / "step-9")
+        series.prune(target, keep)
+
     save({}, tmp_path / "step-1")
-    save({}, tmp_path / "step-9")
-    later = (tmp_path / "step-9" / "index.json").stat().st_mtime + 100
-    os.utime(tmp_path / "step-9" / "index.json", (later, later))
+    monkeypatch.setattr(writing, "prune", prune)
     save({}, tmp_path / "step-2", keep=1)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-2", "step-9"]
 
@@ -280,6 +284,23 @@ def test_tensors_that_cannot_be_filled(tensor: torch.Tensor, message: str, tmp_p
         with pytest.raises(sw.CheckpointMismatchError, match=message):
             load(state, tmp_path / "c", staged=staged)
     assert not state["a"].any()
+
+
+@pytest.mark.parametrize("strides", [(1, 1), (2, 1), (1, 2), (0, 1)])
+def test_windows_that_overlap_cannot_be_filled(strides: tuple[int, int], tmp_path: Path) -> None:
+    save({"x": torch.arange(9.0).reshape(3, 3)}, tmp_path / "c")
+    windows = torch.zeros(20).as_strided((3, 3), strides)
+    with pytest.raises(sw.CheckpointMismatchError, match="its elements share memory"):
+        load({"x": windows}, tmp_path / "c")
+    assert not windows.any()
+
+
+@pytest.mark.parametrize("strides", [(3, 1), (1, 3), (4, 1), (2, 6)])
+def test_views_without_overlap_are_filled(strides: tuple[int, int], tmp_path: Path) -> None:
+    save({"x": torch.arange(9.0).reshape(3, 3)}, tmp_path / "c")
+    view = torch.zeros(20).as_strided((3, 3), strides)
+    load({"x": view}, tmp_path / "c")
+    assert torch.equal(view, torch.arange(9.0).reshape(3, 3))
 
 
 def test_freed_memory_inference_tensors_and_groups_of_parameters(tmp_path: Path) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,6 +67,27 @@ def test_a_kill_at_any_call_leaves_nothing_for_long(replacing: bool, tmp_path: P
         kills += 1
     assert kills > 8, kills
     assert read(target)["number"] == number
+
+
+@pytest.mark.skipif(os.uname().machine not in ("x86_64", "aarch64"), reason="the number of a system call")
+def test_a_process_is_dead_when_its_last_thread_is(tmp_path: Path) -> None:
+    """The thread of `async_save` may be inside a rename when the main thread has ended."""
+    pid = os.fork()
+    if not pid:
+        atomic.prepare(tmp_path / "one")
+        threading.Thread(target=time.sleep, args=(600,)).start()
+        (tmp_path / "ready").touch()
+        ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[os.uname().machine], 0)  # ends this thread alone
+    try:
+        while not (tmp_path / "ready").exists() or ") Z " not in Path(f"/proc/{pid}/stat").read_text():
+            time.sleep(0.001)
+        save({"number": 1}, tmp_path / "two")
+        assert sorted(path.suffix[:7] for path in tmp_path.glob(".*")) == [".owner", ".saving"]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+    save({"number": 2}, tmp_path / "three")
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_a_directory_that_gains_a_file_while_it_is_removed_keeps_its_owner(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import secrets
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +220,50 @@ def test_the_newest_complete_one(tmp_path: Path) -> None:
     (tmp_path / ".step-11.saving-0123456789abcdef").mkdir()
     shutil.copy(tmp_path / "step-8" / "index.json", tmp_path / ".step-11.saving-0123456789abcdef")
     assert latest(tmp_path) is None
+
+
+def test_the_newest_one_of_copies(tmp_path: Path) -> None:
+    """Copies have new times as files, in any order."""
+    for step in (9, 10):
+        save({"w": torch.ones(3), "step": step}, tmp_path / "run" / f"step-{step}")
+    for step in (10, 9):
+        shutil.copytree(
+            tmp_path / "run" / f"step-{step}", tmp_path / "moved" / f"step-{step}", copy_function=shutil.copy
+        )
+        os.utime(tmp_path / "moved" / f"step-{step}" / "index.json", (2e9 - step, 2e9 - step))
+    assert latest(tmp_path / "moved") == str(tmp_path / "moved" / "step-10")
+    assert latest(f"file://{tmp_path}/moved") == f"file://{tmp_path}/moved/step-10"
+    shutil.copytree(tmp_path / "run" / "step-9", tmp_path / "run" / "before", copy_function=shutil.copy)
+    reshard(tmp_path / "run" / "step-9", tmp_path / "run" / "wider-11", mesh_of((3,)))  # the state is that of step 9
+    assert latest(tmp_path / "run") == str(tmp_path / "run" / "step-10")
+    save({"w": torch.ones(3)}, tmp_path / "moved" / "step-11", keep=2)
+    assert sorted(os.listdir(tmp_path / "moved")) == ["step-10", "step-11"]
+
+
+def test_a_clock_that_is_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for step, clock in ((1, 2000), (2, 1000), (3, 1500)):
+        monkeypatch.setattr(time, "time_ns", lambda clock=clock: clock * 10**9)
+        save({"step": step}, tmp_path / f"step-{step}")
+        assert latest(tmp_path) == str(tmp_path / f"step-{step}")
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_formats_without_the_time_of_the_save(version: int, tmp_path: Path) -> None:
+    for step in (2, 1):
+        save({"w": torch.full((3,), step), "step": step}, tmp_path / f"step-{step}")
+        index = tmp_path / f"step-{step}" / "index.json"
+        content = json.loads(index.read_bytes())["index"]
+        del content["saved"]
+        content["version"] = version
+        for known in content["files"].values():
+            known |= {"host": "a"} if version == 2 else {}
+        body = json.dumps(content).encode()
+        index.write_bytes(b'{"sha256": "' + hashlib.sha256(body).hexdigest().encode() + b'", "index": ' + body + b"}\n")
+        os.utime(index, (10 - step, 10 - step))
+        assert torch.equal(read(tmp_path / f"step-{step}")["w"], torch.full((3,), step))
+    assert latest(tmp_path) == str(tmp_path / "step-1")
+    save({"step": 3}, tmp_path / "step-3")
+    assert latest(tmp_path) == str(tmp_path / "step-3")
 
 
 def test_damaged_checkpoints_do_not_count_as_kept(tmp_path: Path) -> None:

@@ -19,11 +19,22 @@ from shardwise.checkpoint.format.stored_dtypes import DTYPES, NAMES
 from shardwise.checkpoint.partition.boxes import Box, overlapping
 from shardwise.errors import CheckpointError
 
-__all__ = ["FORMAT", "INDEX", "VERSION", "Index", "StoredBlock", "StoredTensor", "parse_index", "write_index"]
+__all__ = [
+    "FORMAT",
+    "INDEX",
+    "VERSION",
+    "Index",
+    "StoredBlock",
+    "StoredTensor",
+    "parse_index",
+    "saved_at",
+    "write_index",
+]
 
 FORMAT = "shardwise.checkpoint"
-VERSION = 1
-ON_DISKS = 2  # the version of an index with the hosts of its files
+VERSION = 3
+BEFORE = (1, 2)  # versions without the time of the save; 2 is with the hosts of files
+HEAD = 256  # bytes of an index that contain the time of the save
 INDEX = "index.json"
 MOST_DIMS = 64
 LONGEST_HOST = 255
@@ -31,6 +42,7 @@ LARGEST = 2**62  # the largest number allowed: the sum of two is a valid file of
 _FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,200}\.safetensors")
 _CHECKSUM = re.compile(r"[0-9a-f]{16}")
 _HEAD = '{{"sha256": "{}", "index": '
+_SAVED = re.compile(rb'\{"sha256": "[0-9a-f]{64}", "index": \{"format":"[a-z.]+","version":\d+,"saved":(\d{1,19}),')
 _HEAD_LENGTH = len(_HEAD.format("0" * 64))
 _HINT = "the checkpoint is damaged or was not written by Shardwise; run `shardwise checkpoint verify`"
 
@@ -66,6 +78,7 @@ class Index(NamedTuple):
     state: Any  # encoded, see state_tree.py
     digest: str = ""  # hash of the index file; distinguishes a checkpoint from one that replaced it
     hosts: Mapping[str, str] = MappingProxyType({})  # of files on disks that hosts do not share; else empty
+    saved: int = 0  # when it was written, in nanoseconds since 1970; 0 if it does not say
 
 
 def write_index(index: Index) -> bytes:
@@ -77,7 +90,8 @@ def write_index(index: Index) -> bytes:
     """
     content = {
         "format": FORMAT,
-        "version": ON_DISKS if index.hosts else VERSION,
+        "version": VERSION,
+        "saved": index.saved,
         "state": index.state,
         "tensors": {name: _tensor_data(tensor) for name, tensor in index.tensors.items()},
         "files": {
@@ -108,21 +122,34 @@ def _tensor_data(tensor: StoredTensor) -> dict[str, Any]:
 
 def parse_index(data: bytes) -> Index:
     """Parse and validate the bytes of an index file."""
-    content = _keys(_parse(data), ("format", "version", "state", "tensors", "files"), "the index")
-    version = content["version"]
-    if content["format"] != FORMAT or version not in (VERSION, ON_DISKS) or type(version) is not int:
+    content = _mapping(_parse(data), "the index")
+    version = content.get("version")
+    if content.get("format") != FORMAT or version not in (*BEFORE, VERSION) or type(version) is not int:
         raise CheckpointError(
-            f"the index is of format {str(content['format'])[:40]!r}, version {str(version)[:20]}",
-            hint=f"this Shardwise reads {FORMAT!r}, versions {VERSION} and {ON_DISKS}",
+            f"the index is of format {str(content.get('format'))[:40]!r}, version {str(version)[:20]}",
+            hint=f"this Shardwise reads {FORMAT!r}, versions 1 to {VERSION}",
         )
-    keys = ("bytes", "host") if version == ON_DISKS else ("bytes",)
+    times = ("saved",) if version == VERSION else ()
+    _keys(content, ("format", "version", *times, "state", "tensors", "files"), "the index")
+    saved = _number(content["saved"], "the time of the save") if times else 0
     entries = _mapping(content["files"], "files").items()
+    on_disks = version == 2 or (version == VERSION and any("host" in _mapping(entry, name) for name, entry in entries))
+    keys = ("bytes", "host") if on_disks else ("bytes",)
     files = {name: _file_size(name, entry, keys) for name, entry in entries}
-    hosts = {name: _host(name, entry["host"]) for name, entry in entries} if version == ON_DISKS else {}
+    hosts = {name: _host(name, entry["host"]) for name, entry in entries} if on_disks else {}
     stored = _mapping(content["tensors"], "tensors").items()
     tensors = {name: _tensor(name, entry, files) for name, entry in stored}
     _check_files(files, tensors)
-    return Index(files, tensors, content["state"], hashlib.sha256(data).hexdigest(), hosts)
+    return Index(files, tensors, content["state"], hashlib.sha256(data).hexdigest(), hosts, saved)
+
+
+def saved_at(head: bytes) -> float | None:
+    """When a checkpoint was saved, in seconds, by the first bytes of its index; None if they do not say.
+
+    Not verified: it orders checkpoints, and the index of the one that is chosen is verified.
+    """
+    found = _SAVED.match(head)
+    return int(found[1]) / 1e9 if found and int(found[1]) else None
 
 
 def _parse(data: bytes) -> Any:

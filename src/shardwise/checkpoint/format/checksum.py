@@ -23,7 +23,8 @@ BASE = 0x5851F42D4C957F2D  # 5 modulo 8, so that its powers have the period 2**6
 MODULUS = 2**64
 PAIR = 8  # bytes
 SQUARE = BASE * BASE % MODULUS
-TABLE = 1 << 13  # pairs summed at a time: they and their weights fit into the CPU cache
+TABLE = 1 << 13  # the most pairs of a row that are summed at a time; their weights stay in the CPU cache
+GROUP = 1 << 15  # the most pairs whose high words are taken at a time: they and their pairs stay there, too
 _HIGH = np.uint64(32)
 
 
@@ -82,25 +83,34 @@ class PartSum:
 
     def _add_pairs(self, pairs: np.ndarray, start: int, pitch: int) -> None:
         count, length = pairs.shape
-        if count == 1 and length > TABLE:  # split one long row into consecutive rows
+        if length > TABLE and count == 1:  # split one long row into consecutive rows
             full = length // TABLE * TABLE
             self._add_pairs(pairs[:, :full].reshape(-1, TABLE), start, TABLE)
             if full < length:
                 self._add_pairs(pairs[:, full:], start + full, 0)
             return
-        weights, shift = _powers(pow(SQUARE, pitch, MODULUS), count), pow(SQUARE, start, MODULUS)
-        for first in range(0, length, TABLE):
-            part = pairs[:, first : first + TABLE]
-            scale = shift * pow(SQUARE, first, MODULUS)
-            self._pairs += _weighted(part, weights) * scale
+        if length > TABLE:
+            for first in range(0, length, TABLE):
+                self._add_pairs(pairs[:, first : first + TABLE], start + first, pitch)
+            return
+        by_column, by_row = _powers(SQUARE, TABLE)[:length], _powers(_power(pitch), count)
+        scale, rows = _power(start), max(1, GROUP // length)
+        for row in range(0, count, rows):
+            part, those = pairs[row : row + rows], by_row[row : row + rows]
+            self._pairs += _weighted(part, by_column, those) * scale
             if self._full:
-                self._high += _weighted(part >> _HIGH, weights) * scale
+                self._high += _weighted(part >> _HIGH, by_column, those) * scale
 
 
-def _weighted(pairs: np.ndarray, weights: np.ndarray) -> int:
-    """The sum of pairs, weighted by their column as consecutive ones, and by their row as given."""
-    sums = np.einsum("ij,j->i", pairs, _powers(SQUARE, TABLE)[: pairs.shape[1]])
-    return int(np.dot(sums, weights))
+def _weighted(pairs: np.ndarray, by_column: np.ndarray, by_row: np.ndarray) -> int:
+    """The sum of pairs, weighted by column and by row."""
+    return int(np.dot(np.einsum("ij,j->i", pairs, by_column), by_row))
+
+
+@functools.lru_cache(maxsize=4096)
+def _power(pairs: int) -> int:
+    """The weight of this number of pairs: the parts of blocks start at few different places."""
+    return pow(SQUARE, pairs, MODULUS)
 
 
 @functools.lru_cache(maxsize=64)

@@ -267,12 +267,28 @@ def _machine() -> dict[str, str]:
 
 
 def _start_time(pid: int) -> int | None:
-    """The start time of a process in clock ticks; None if it has ended or is not visible."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    """The start time of a process in clock ticks; None if it has ended or is not visible.
+
+    A killed process has ended when its last thread has: until then, one may be about to rename the directory.
+    """
+    state, fields = _status(f"/proc/{pid}/stat")
+    if state in "ZX":
+        with contextlib.suppress(OSError):
+            if any(
+                _status(f"/proc/{pid}/task/{thread}/stat")[0] not in "ZX" for thread in os.listdir(f"/proc/{pid}/task")
+            ):
+                return int(fields[18])
         return None
-    return None if state in "ZX" else int(fields[18])
+    return int(fields[18])
+
+
+def _status(path: str) -> tuple[str, list[str]]:
+    """The state of a process or thread, and the fields after it; as one that has ended if there is none."""
+    try:
+        state, *fields = Path(path).read_text().rpartition(")")[2].split()
+    except OSError:
+        return "X", []
+    return state, fields
 
 
 def _is_dead(pid: int, started: int | None) -> bool:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 from pathlib import Path
 from typing import Any
 
-from shardwise.checkpoint.format.checkpoint_index import INDEX
+from shardwise.checkpoint.format.checkpoint_index import HEAD, INDEX, saved_at
 from shardwise.checkpoint.io import atomic_directory as atomic
 from shardwise.checkpoint.io.atomic_directory import Staging
 from shardwise.checkpoint.io.range_reader import OpenDirectory, ReadableDirectory
@@ -63,8 +64,9 @@ def number_of(place: Place) -> tuple[str, int] | None:
 
 
 def checkpoints_in(folder: Place) -> list[tuple[float, Place]]:
-    """Everything in a folder that has an index, with the time of its publication; the latest first.
+    """Everything in a folder that has an index, with the time of its save; the latest first.
 
+    The time is in the index, so that copies have it as well. Older formats do not have it: then it is that of the file.
     Of two with the same time, the one with the larger number is first.
     """
     found = _remote(folder) if isinstance(folder, RemotePath) else _local(folder)
@@ -82,8 +84,16 @@ def _local(folder: Path) -> list[tuple[float, Place]]:
     for name in names:
         if not name.startswith("."):
             with contextlib.suppress(OSError):
-                found.append((os.stat(folder / name / INDEX).st_mtime_ns / 1e9, folder / name))
+                found.append((_saved(folder / name / INDEX), folder / name))
     return found
+
+
+def _saved(index: Path) -> float:
+    written = os.stat(index)
+    if not stat.S_ISREG(written.st_mode):  # a pipe would block
+        return written.st_mtime_ns / 1e9
+    with index.open("rb") as file:
+        return saved_at(file.read(HEAD)) or written.st_mtime_ns / 1e9
 
 
 def _remote(folder: RemotePath) -> list[tuple[float, Place]]:
@@ -94,10 +104,13 @@ def _remote(folder: RemotePath) -> list[tuple[float, Place]]:
             return []
         names = [entry["name"].rstrip("/").rpartition("/")[2] for entry in system.ls(root, detail=True)]
         inside = [name for name in names if not name.startswith(".") and system.isfile(f"{root}/{name}/{INDEX}")]
-        return [(_modified(system, f"{root}/{name}/{INDEX}"), folder / name) for name in inside]
+        return [(_written(system, f"{root}/{name}/{INDEX}"), folder / name) for name in inside]
 
 
-def _modified(system: Any, path: str) -> float:
+def _written(system: Any, path: str) -> float:
+    saved = saved_at(system.cat_file(path, start=0, end=HEAD))
+    if saved is not None:
+        return saved
     try:
         return system.modified(path).timestamp()
     except (NotImplementedError, KeyError):  # some file systems have no times: numbers decide

@@ -113,7 +113,7 @@ class LocalFile:
         status = os.fstat(fd)
         self.descriptor = fd
         self.size = status.st_size
-        self._written = status.st_mtime_ns
+        self._written = status.st_mtime_ns, status.st_ctime_ns
 
     def read_into(self, view: memoryview, at: int) -> int:
         """Read at most `len(view)` bytes from byte `at` on. Returns their number, 0 at the end of the file."""
@@ -125,8 +125,12 @@ class LocalFile:
             os.posix_fadvise(self.descriptor, at, length, os.POSIX_FADV_WILLNEED)
 
     def is_touched(self) -> bool:
-        """Whether its time of the last write has changed since it was opened."""
-        return os.fstat(self.descriptor).st_mtime_ns != self._written
+        """Whether its times of the last write and the last change have changed since it was opened.
+
+        Programs can set the first, and not the second.
+        """
+        status = os.fstat(self.descriptor)
+        return (status.st_mtime_ns, status.st_ctime_ns) != self._written
 
     def close(self) -> None:
         """Close the file."""

@@ -18,13 +18,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardwise.checkpoint.format.checkpoint_index import INDEX, parse_index
-from shardwise.checkpoint.io.block_writer import BUFFER
 from shardwise.checkpoint.io.range_reader import Replaced
 from shardwise.errors import CheckpointError
 
 __all__ = ["RemoteDirectory", "RemotePath", "RemoteStaging", "remote_errors"]
 
 RANGE = 8 << 20  # bytes of one request
+UPLOAD = 8 << 20  # bytes of one part of a file that is written
 IN_FLIGHT = 4  # requests of one file at a time
 
 
@@ -198,7 +198,7 @@ class RemoteWriter:
 
     def __init__(self, system: Any, path: str) -> None:
         self.written = 0
-        self._file = system.open(path, "wb", block_size=BUFFER)
+        self._file = system.open(path, "wb", block_size=UPLOAD)
 
     def __enter__(self) -> RemoteWriter:
         return self

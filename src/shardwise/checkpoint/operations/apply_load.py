@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -12,8 +13,10 @@ from shardwise.checkpoint.format.json_values import Name, join
 from shardwise.checkpoint.format.state_tree import ExpandedObject, entries, filled
 from shardwise.checkpoint.operations.process_exchange import Outcome, Processes
 from shardwise.errors import CheckpointError
+from shardwise.fabric.base import fabric_of
+from shardwise.tensor import DTensor
 
-__all__ = ["LoadChanges", "StagedValues", "WaitingValues", "change_all", "put_values"]
+__all__ = ["LoadChanges", "StagedValues", "WaitingValues", "change_all", "memory_of", "put_values"]
 
 NAMED = 20  # names in an error about a state that is partly loaded
 
@@ -113,7 +116,7 @@ class LoadChanges:
                 self._done.append(doing)
             for owner, objects in self._others:
                 doing = _place(owner.path)
-                if objects or not isinstance(owner.owner, torch.nn.Module):  # a module's tensors are already filled
+                if objects or not _is_filled(owner):
                     _give(owner, filled(owner.state, objects))
                     self._done.append(f"load_state_dict of {doing}")
         except BaseException as error:
@@ -153,6 +156,28 @@ def put_values(local: torch.Tensor, values: torch.Tensor) -> None:
     """Copy values into a local tensor; inference tensors are changed in inference mode."""
     with torch.inference_mode() if local.is_inference() else torch.no_grad():
         local.detach().copy_(values)
+
+
+def _is_filled(expanded: ExpandedObject) -> bool:
+    """Whether all tensors of a state dict are memory of its module, which is filled by now.
+
+    Others are copies: of a hook, an overridden `state_dict`, or an extra state. The module must be given them.
+    """
+    module = expanded.owner
+    if not isinstance(module, torch.nn.Module):
+        return False
+    own = {frozenset[Any](), *(memory_of(tensor) for tensor in itertools.chain(module.parameters(), module.buffers()))}
+    tensors = (value for _, value in entries(expanded.state) if isinstance(value, torch.Tensor))
+    return all(memory_of(tensor) in own for tensor in tensors)
+
+
+def memory_of(tensor: torch.Tensor) -> frozenset[Any]:
+    """Where the elements of a tensor are in this process; empty if it has none."""
+    if isinstance(tensor, DTensor):
+        mesh = tensor.device_mesh
+        return frozenset().union(*(memory_of(local) for _, local in fabric_of(mesh).parts(mesh, tensor._local_tensor)))
+    place = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return frozenset([place] if tensor.numel() else [])
 
 
 def _give(expanded: ExpandedObject, state: Any) -> None:

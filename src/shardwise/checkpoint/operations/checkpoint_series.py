@@ -22,8 +22,9 @@ def latest(folder: str | Path, *, process_group: Any = None) -> str | None:
 
     Checkpoints that are being written, or were interrupted, have no name there or no index, and are ignored. So are
     those whose index is damaged, or whose files are missing or of another size. Their blocks are not read: a load
-    verifies them. The newest is the one that was published last. Every process of the group calls it, and all get the
-    same answer. Where hosts do not share the disk, their disks together must have all files.
+    verifies them. The newest is the one that was saved last, by the time in its index, which copies have as well. Every
+    process of the group calls it, and all get the same answer. Where hosts do not share the disk, their disks together
+    must have all files.
 
     Args:
         folder: a directory with checkpoints, or a URL of fsspec.

@@ -309,7 +309,8 @@ def _resharding(
         if job.processes.alone or rank == job.processes.rank
     }
     check: Callable[[list[Any]], None] = lambda gathered: check_sums(index, gathered)  # noqa: E731
-    return job._replace(tensors=described, state=index.state, files=items, sums=sums, check=check)
+    saved = index.saved or None  # the state is of that time
+    return job._replace(tensors=described, state=index.state, files=items, sums=sums, check=check, saved=saved)
 
 
 def _by_rows(mesh: DeviceMesh) -> Placements:

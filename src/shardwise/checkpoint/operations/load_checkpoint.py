@@ -49,7 +49,14 @@ from shardwise.checkpoint.io.range_reader import (
     Replaced,
     retry_replaced,
 )
-from shardwise.checkpoint.operations.apply_load import LoadChanges, StagedValues, WaitingValues, change_all, put_values
+from shardwise.checkpoint.operations.apply_load import (
+    LoadChanges,
+    StagedValues,
+    WaitingValues,
+    change_all,
+    memory_of,
+    put_values,
+)
 from shardwise.checkpoint.operations.background_save import finish_pending
 from shardwise.checkpoint.operations.local_disks import AbsentDirectory, fetch_parts, find_index
 from shardwise.checkpoint.operations.process_exchange import Outcome, Processes, processes_of
@@ -301,8 +308,34 @@ def _fit(root: Any, expanded: Sequence[ExpandedObject], index: Index) -> StateMa
             mismatched[name] = "is {} in the checkpoint, {} in the state".format(*kinds[:: 1 if name_stored else -1])
     for owner in expanded:
         mismatched |= _group_mismatch(owner, objects)
+    tensors = _without_conflicts(tensors, mismatched)
     unexpected = tuple(name for name in stored if name not in seen)
     return StateMatch(tensors, objects, tuple(missing), unexpected, mismatched)
+
+
+def _without_conflicts(
+    tensors: list[tuple[torch.Tensor, StoredTensor]], mismatched: dict[str, str]
+) -> list[tuple[torch.Tensor, StoredTensor]]:
+    """The tensors to load, without those whose memory another one is filled in with other values.
+
+    Tied weights are such a pair if the checkpoint is of a model where they are not tied.
+    """
+    first: dict[frozenset[Any], StoredTensor] = {}
+    kept = []
+    for tensor, stored in tensors:
+        memory = memory_of(tensor)
+        other = first.setdefault(memory, stored) if memory else stored
+        if _contents(other) == _contents(stored):
+            kept.append((tensor, stored))
+        else:
+            mismatched[stored.name] = (
+                f"has the memory of {other.name} in the state, and other values or blocks in the checkpoint"
+            )
+    return kept
+
+
+def _contents(stored: StoredTensor) -> set[tuple[Box, int]]:
+    return {(block.box, block.checksum) for block in stored.blocks}
 
 
 def _differs(tensor: torch.Tensor, stored: StoredTensor) -> str | None:
@@ -324,11 +357,24 @@ def unfillable(tensor: torch.Tensor) -> str | None:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return f"is a {tensor.layout} tensor of {tensor.dtype} in the state, which cannot be filled"
     for local, _ in _locals(tensor):
-        if any(size > 1 and stride == 0 for size, stride in zip(local.shape, local.stride(), strict=True)):
+        if _shares_elements(local):
             return "is expanded in the state: its elements share memory, and cannot be filled separately"
         if local.untyped_storage().nbytes() < local.dtype.itemsize * (local.storage_offset() + local.numel()):
             return "has no memory in the state: its storage was freed"
     return None
+
+
+def _shares_elements(local: torch.Tensor) -> bool:
+    """Whether two indices may refer to one element: expanded tensors, windows that overlap."""
+    if local.is_contiguous():
+        return False
+    reach = 0  # how far the dims with smaller strides reach
+    for stride, size in sorted(zip(local.stride(), local.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def _group_mismatch(expanded: ExpandedObject, objects: Mapping[Name, Any]) -> dict[str, str]:

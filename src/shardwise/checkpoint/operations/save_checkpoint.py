@@ -8,6 +8,7 @@ checkpoint is published. The steps after the first exchange can run on a thread 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,7 @@ from shardwise.checkpoint.format.state_tree import encode_state, expand, merge, 
 from shardwise.checkpoint.format.stored_dtypes import DTYPES, NAMES
 from shardwise.checkpoint.io import atomic_directory as atomic
 from shardwise.checkpoint.io.block_writer import BlockToWrite, write_blocks
-from shardwise.checkpoint.io.checkpoint_places import AnyStaging, Place, begin_save, place_of, remove
+from shardwise.checkpoint.io.checkpoint_places import AnyStaging, Place, begin_save, checkpoints_in, place_of, remove
 from shardwise.checkpoint.io.host_memory import ALIGNMENT, HostBuffer, kept_buffer
 from shardwise.checkpoint.io.progress_bar import Progress
 from shardwise.checkpoint.operations.background_save import Saving, finish_pending, start_pending
@@ -41,6 +42,7 @@ from shardwise.tensor import DTensor
 
 __all__ = ["SaveJob", "TensorDescription", "async_save", "execute_save", "save"]
 
+TICK = 1_000_000  # nanoseconds between the times of two checkpoints, if the clock does not tell them apart
 _PART = re.compile(r"blocks-\d+-(\d+)\.safetensors")
 Written = tuple[dict[str, int], list[tuple[str, StoredBlock]]]
 
@@ -65,6 +67,7 @@ class SaveJob(NamedTuple):
     sums: Any = None  # checksums of blocks that this process reads from another checkpoint
     check: Callable[[list[Any]], None] | None = None  # verifies the `sums` of all processes before publication
     base: str | Path | None = None  # an earlier checkpoint, whose files are linked where they have not changed
+    saved: int | None = None  # the time of the save, if it is that of another checkpoint
 
 
 def save(
@@ -357,11 +360,12 @@ def _save_on_disks(job: SaveJob, written: Written | None) -> None:
         check_disks(staging, processes, disks)  # on all ranks alike
         if not here:
             written = outcome.attempt(lambda: write_files(staging, job.files, shown=False), None)
-        outcome.value = outcome.attempt(lambda: (written, job.sums, host_of_disk()), None)
+        outcome.value = outcome.attempt(lambda: (written, job.sums, host_of_disk(), _time_of(job)), None)
         gathered = processes.exchange(outcome)
-        hosts = {name: host for (sizes, _), _, host in gathered for name in sizes} if len(set(disks)) > 1 else {}
+        hosts = {name: host for (sizes, _), _, host, _ in gathered for name in sizes} if len(set(disks)) > 1 else {}
         if leads:
-            data = outcome.attempt(lambda: _index_data(job, [pair[:2] for pair in gathered], hosts), b"")
+            now = gathered[0][3]  # the index is the same on all disks
+            data = outcome.attempt(lambda: _index_data(job, [pair[:2] for pair in gathered], now, hosts), b"")
             outcome.attempt(lambda: staging.write_index(data), None)
         outcome.value = None
         processes.exchange(outcome)
@@ -440,14 +444,26 @@ def _changed_and_linked(
 
 def finish(job: SaveJob, gathered: Sequence[tuple[Written, Any]]) -> None:
     """Write the index and publish; called on the first process after all blocks are on disk."""
-    job.staging.finish(_index_data(job, gathered))
+    job.staging.finish(_index_data(job, gathered, _time_of(job)))
     if job.keep is not None:
         with atomic.disk_errors(f"{job.staging.target} is saved, but older checkpoints could not be removed"):
             prune(job.staging.target, job.keep)
 
 
-def _index_data(job: SaveJob, gathered: Sequence[tuple[Written, Any]], hosts: Mapping[str, str] | None = None) -> bytes:
-    """The index of a checkpoint, from what all ranks have written."""
+def _time_of(job: SaveJob) -> int:
+    """The time of a save: later than those of all checkpoints beside it, also if their clocks were ahead."""
+    if job.saved is not None:
+        return job.saved
+    target, now = job.staging.target, time.time_ns()
+    if not isinstance(target, Path):
+        return now
+    return max([now, *(int(when * 1e9) + TICK for when, _ in checkpoints_in(target.parent))])
+
+
+def _index_data(
+    job: SaveJob, gathered: Sequence[tuple[Written, Any]], now: int, hosts: Mapping[str, str] | None = None
+) -> bytes:
+    """The index of a checkpoint, from what all ranks have written until now."""
     if job.check is not None:
         job.check([sums for _, sums in gathered])
     files: dict[str, int] = {}
@@ -460,7 +476,7 @@ def _index_data(job: SaveJob, gathered: Sequence[tuple[Written, Any]], hosts: Ma
         name: StoredTensor(name, DTYPES[described.dtype], described.shape, tuple(sorted(blocks[name])))
         for name, described in job.tensors.items()
     }
-    data = write_index(Index(files, tensors, job.state, hosts=hosts or {}))
+    data = write_index(Index(files, tensors, job.state, hosts=hosts or {}, saved=now))
     parse_index(data)  # an invalid checkpoint is not published
     return data
 
