@@ -13,6 +13,7 @@ MODELS_PIP := $(MODELS_PY) -m pip install --quiet --disable-pip-version-check --
 # One thread a process: the parallelism is in the processes.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 PYTEST := $(TEST_ENV) $(PY) -m pytest -q
+UNCHECKED := $(if $(TYPES),,SHARDWISE_NO_BEARTYPE=1)
 # Keep the output of parallel targets apart, where this make can.
 SYNC := $(if $(filter output-sync,$(.FEATURES)),--output-sync=target)
 
@@ -53,12 +54,14 @@ types: $(READY)
 pure: $(READY)
 	$(PYTEST) tests/pure
 
-# Tests that stay in one process share the cores; those that start processes, or a process group here, run alone.
-# WITHOUT=pure leaves out what `make check` has just run. Annotations are checked at run time in the pure tier; in this
-# one that would double the time: TYPES=1 does it.
+# Two workers share the cores. Tests on processes are given to them by files, so that one waits while the other computes;
+# those of a GPU run alone, as they measure its memory. Folders rather than markers: nothing is collected twice.
+# WITHOUT=pure leaves out what `make check` has just run. Annotations are checked at run time in the pure tier; in these
+# that would double the time: TYPES=1 does it.
 test: $(READY)
-	$(if $(TYPES),,SHARDWISE_NO_BEARTYPE=1) $(PYTEST) -n 2 -m 'not (gloo or hosts or peer or gpu or models$(if $(WITHOUT), or $(WITHOUT)))'
-	$(PYTEST) -m 'gloo or hosts or peer or gpu'
+	$(UNCHECKED) $(PYTEST) -n 2 $(filter-out tests/$(WITHOUT),tests/pure tests/virtual src)
+	$(UNCHECKED) $(PYTEST) -n 2 --dist loadfile tests/gloo tests/hosts tests/peer
+	$(PYTEST) tests/gpu
 
 bench: $(READY)
 	$(PY) -m bench $(BENCH)

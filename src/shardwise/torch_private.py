@@ -51,6 +51,7 @@ __all__ = [
     "TorchDispatchMode",
     "TracingContext",
     "UnsupportedFakeTensorException",
+    "UnwrappedDispatchMode",
     "assert_async",
     "autograd_sequence_number",
     "below_autograd",
@@ -202,6 +203,17 @@ assert_async = torch._assert_async  # indices are checked without synchronizing
 foreach_copy_ = torch._foreach_copy_  # many small copies as one kernel
 foreach_add_, foreach_mul_ = torch._foreach_add_, torch._foreach_mul_  # an optimizer's step on all parameters at once
 foreach_lerp, foreach_lerp_ = torch._foreach_lerp, torch._foreach_lerp_
+
+
+class UnwrappedDispatchMode(TorchDispatchMode):
+    """A mode whose `__torch_dispatch__` torch does not wrap: the wrapper imports the compiler, a second.
+
+    For modes that never run while Dynamo traces; `never_traced` keeps it from their code after graph breaks.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
 
 
 def current_raw_stream(device: int) -> int:

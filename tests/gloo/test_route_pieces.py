@@ -8,7 +8,7 @@ import torch
 import shardwise as sw
 from shardwise.core.notation import parse_spec
 from shardwise.fabric.base import fabric_of
-from tests.gloo.processes import run_processes
+from tests.gloo.processes import ProcessPool
 
 LINKS = sw.HostLinks(2, sw.Link(1e-9, 1e-9), sw.Link(1e-9, 1e-8), sw.Link(1e-9, 1e-8))
 MODEL = sw.CostModel(hosts={"cpu": LINKS})
@@ -48,8 +48,8 @@ def every_change() -> dict[str, int]:
     return cut
 
 
-def test_values_are_those_of_the_route_of_equal_links() -> None:
-    for cut in run_processes(every_change, 4, timeout=240):
+def test_values_are_those_of_the_route_of_equal_links(gloo4: ProcessPool) -> None:
+    for cut in gloo4.run(every_change, timeout=240):
         assert {"4 P -> R", "4 S0 -> R", "4 P -> S0", "dp=2,tp=2 P R -> R R"} <= set(cut), cut
         assert set(cut.values()) <= {2, 4, 8}
 
@@ -75,8 +75,8 @@ def training(checked: bool) -> list[torch.Tensor]:
     return found
 
 
-def test_gradients_and_checks() -> None:
+def test_gradients_and_checks(gloo4: ProcessPool) -> None:
     for checked in (False, True):
-        for flat, flat_grad, cut, cut_grad in run_processes(training, 4, checked, timeout=120):
+        for flat, flat_grad, cut, cut_grad in gloo4.run(training, checked, timeout=120):
             torch.testing.assert_close(cut, flat)
             torch.testing.assert_close(cut_grad, flat_grad)

@@ -130,6 +130,15 @@ def test_what_most_programs_do_not_use_stays_unloaded() -> None:
     assert not rooms & (unused | {"pipelines"})
 
 
+def test_moving_tensors_does_not_load_the_compiler() -> None:
+    report = probe(
+        "import shardwise as sw; mesh = sw.init_device_mesh('cpu', (2,)); x = sw.distribute_tensor(torch.ones(4, 4), "
+        "mesh, [sw.Shard(0)]); x.redistribute(placements=[sw.Shard(1)]).full_tensor(); x.to_local()"
+    )
+    assert "shardwise.tensor.versions" in report["modules"]
+    assert not {"torch._dynamo", "torch._inductor"} & {*report["modules"]}
+
+
 def test_every_public_name_is_found_and_listed() -> None:
     program = """
 import shardwise as sw

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import shardwise as sw
-from shardwise.capture import captured
+from shardwise.capture import captured, dict_versions
 from shardwise.capture.program_code import is_program_code
 from shardwise.errors import UnsupportedError
 from tests.virtual.captured_reads import REFUSED, SAME, compare, on_mesh
@@ -28,6 +28,40 @@ def test_changes_are_noticed(name: str) -> None:
 def test_reads_that_cannot_be_followed_are_refused(name: str) -> None:
     _, found = compare(name)
     assert all(isinstance(each, UnsupportedError) for each in found[1:]), found
+
+
+class Deaf(dict_versions.DictVersions):
+    """Versions that do not see a change, as those of a Python whose dicts have other ones."""
+
+    def hold(self) -> bool:
+        return True
+
+
+class Frozen(dict_versions.DictVersions):
+    """Numbers of versions that stay the same."""
+
+    def changed(self) -> set[int]:
+        return set()
+
+
+@pytest.mark.parametrize("kind", [Deaf, Frozen])
+def test_dicts_are_compared_by_their_contents_where_versions_are_wrong(
+    kind: type[dict_versions.DictVersions], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert dict_versions.versions_are_right()
+    dict_versions.versions_are_right.cache_clear()
+    monkeypatch.setattr(dict_versions, "DictVersions", kind)
+    monkeypatch.setattr("shardwise.capture.binding.DictVersions", kind)
+    try:
+        assert not dict_versions.versions_are_right()
+        options = {"width": 2.0}
+        step = captured(lambda t: t * options["width"])
+        x = on_mesh(torch.ones(4))
+        for width in (2.0, 2.0, 2.0, 5.0, 5.0, 2.0):
+            options["width"] = width
+            assert step(x).full_tensor().tolist() == [width] * 4
+    finally:
+        dict_versions.versions_are_right.cache_clear()
 
 
 def test_arguments_in_one_memory() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardwise.capture.dict_versions import DictVersions, dict_of_class, names_of, table_of
+from shardwise.capture.dict_versions import DictVersions, dict_of_class, names_of, table_of, versions_are_right
 from shardwise.capture.program_code import is_own_code
 from shardwise.capture.reachable import MAKING_STATES, Reachable, storage_key
 from shardwise.capture.slots import MISSING, cell_contents
@@ -276,7 +276,8 @@ class Binding:
 
 def _has_version(held: Mapping[Any, Any]) -> bool:
     """Whether each change of a dict gives it another version. The order of an ordered one may change without."""
-    return isinstance(held, dict) and (not isinstance(held, collections.OrderedDict) or len(held) < 2)
+    keeps_order = not isinstance(held, collections.OrderedDict) or len(held) < 2
+    return isinstance(held, dict) and keeps_order and versions_are_right()
 
 
 def _row(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -6,16 +6,17 @@ fraction of the time that comparing the contents takes.
 
 from __future__ import annotations
 
+import functools
 import gc
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple
 
 from shardwise.capture.slots import MISSING
 from shardwise.torch_private import dict_version, guard_managers
 
-__all__ = ["DictVersions", "Table", "dict_of_class", "names_of", "table_of"]
+__all__ = ["DictVersions", "Table", "dict_of_class", "names_of", "table_of", "versions_are_right"]
 
 _CHUNK = 64  # a guard manager looks through its children when one is added
 
@@ -104,3 +105,50 @@ class DictVersions:
         """The positions of the dicts that were changed."""
         pairs = zip(self._tables, self._numbers, strict=True)
         return {at for at, (table, was) in enumerate(pairs) if dict_version(table.held) != was}
+
+
+# ---------------------------------------------------------------- whether this Python does so
+
+
+@functools.cache
+def versions_are_right() -> bool:
+    """Whether every kind of change gives a dict another version here, and nothing else does. Tried once a process."""
+    probe = _Probe()
+    for change in _CHANGES:
+        for number in range(_SPECIALIZED):
+            probe.width = number
+        held = vars(probe)
+        versions = DictVersions([table_of(held, probe)])
+        if not versions.hold() or versions.changed():
+            return False
+        change(probe)
+        if versions.hold() or (vars(probe) is held and not versions.changed()):
+            return False
+    return True
+
+
+class _Probe:
+    """An object with one attribute."""
+
+    width: int
+
+
+_SPECIALIZED = 64  # after fewer assignments the interpreter has replaced their instruction by a quicker one
+
+
+def _assign_often(probe: _Probe) -> None:
+    for _ in range(_SPECIALIZED):
+        probe.width = -1
+
+
+_CHANGES: tuple[Callable[[_Probe], object], ...] = (
+    _assign_often,
+    lambda probe: setattr(probe, "height", 1),
+    lambda probe: delattr(probe, "width"),
+    lambda probe: vars(probe).update(width=-1),
+    lambda probe: vars(probe).pop("width"),
+    lambda probe: vars(probe).setdefault("depth", 1),
+    lambda probe: vars(probe).popitem(),
+    lambda probe: vars(probe).clear(),
+    lambda probe: setattr(probe, "__dict__", {"width": -1}),
+)

@@ -10,10 +10,11 @@ from typing import Any, TypeVar
 
 import torch
 
+from shardwise.compilers import never_traced
 from shardwise.core.tracing import is_tracing
 from shardwise.fabric.rank_tensor import counters_of_data
 from shardwise.torch_private import (
-    TorchDispatchMode,
+    UnwrappedDispatchMode,
     pop_raw_dispatch_mode,
     push_raw_dispatch_mode,
     without_dispatch_modes,
@@ -25,13 +26,16 @@ __all__ = ["counted_data", "with_version_of"]
 AnyTensor = TypeVar("AnyTensor", bound=torch.Tensor)
 
 
-class _Result(TorchDispatchMode):
+class _Result(UnwrappedDispatchMode):
     """Lets every operator return one tensor."""
 
     made: torch.Tensor
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> torch.Tensor:
         return self.made
+
+
+never_traced(_Result.__torch_dispatch__)
 
 
 def with_version_of(source: torch.Tensor, made: AnyTensor) -> AnyTensor:
