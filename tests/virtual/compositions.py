@@ -35,6 +35,7 @@ from shardwise.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from shardwise.pipelines.pipeline_run import draw_seed
 from tests.pipelines import whole
 from tests.torch_version import TORCH
 
@@ -167,17 +168,15 @@ def combinations(most: int = 3) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 def why_not(case: Case) -> str | None:
     """Why a combination has no meaning, or no reference on one device."""
-    if case.option == "dropout" and "pp" in case.axes:
-        return "microbatches draw in another order"
-    if case.option == "bfloat16" and case.data != "fsdp":
-        return "mixed precision belongs to fully_shard"
-    if case.option == "bfloat16" and case.batch_axes == ("ep",):
-        return "experts that fully_shard does not own keep their dtype"
-    if case.option in ("compiled", "captured", "accumulation") and "pp" in case.axes:
+    if case.option == "captured" and "pp" in case.axes:
         return "the pipeline runs its own steps"
-    if case.option == "resume" and "pp" in case.axes:
-        return "a stage has its own part of the state"
     return None
+
+
+def precision(case: Case) -> Any:
+    """The context of a forward: `fully_shard` has a policy of its own, for parameters that it owns."""
+    owned = case.data == "fsdp" and case.batch_axes != ("ep",)
+    return torch.autocast("cpu", torch.bfloat16, enabled=case.option == "bfloat16" and not owned)
 
 
 def placements_on(mesh: sw.DeviceMesh) -> list[Any]:
@@ -228,7 +227,7 @@ def spread(model: nn.Module, mesh: sw.DeviceMesh, case: Case) -> nn.Module:
 
 def shard(model: nn.Module, blocks: Sequence[nn.Module], mesh: sw.DeviceMesh, case: Case, data: sw.DeviceMesh) -> None:
     policy = MixedPrecisionPolicy()
-    if case.option == "bfloat16":
+    if case.option == "bfloat16" and case.batch_axes != ("ep",):
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     others = data_mesh(mesh, case, without="ep")
     alone = experts_of(blocks) if others is None else []  # sharded over ep already
@@ -262,7 +261,8 @@ def train(model: nn.Module, optimizer: Any, put: Place, case: Case, steps: Seque
                 loss.backward()
             total = losses[0].detach() + losses[1].detach()
         else:
-            total = loss_of(model(inputs), targets)
+            with precision(case):
+                total = loss_of(model(inputs), targets)
             total.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -291,8 +291,28 @@ def optimizer_of(parameters: Any, case: Case) -> torch.optim.Optimizer:
 def one_device(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     model = make_model(case)
     plain = dataclasses.replace(case, option=_as_plain(case))
-    losses = train(model, optimizer_of(model.parameters(), case), lambda x: x, plain, range(STEPS))
+    run = train_in_order if case.option == "dropout" and "pp" in case.axes else train
+    losses = run(model, optimizer_of(model.parameters(), case), lambda x: x, plain, range(STEPS))
     return losses, {name: value.detach() for name, value in model.named_parameters()}
+
+
+def train_in_order(model: Any, optimizer: Any, put: Place, case: Case, steps: Sequence[int]) -> list[float]:
+    """Training on one device, microbatch after microbatch, each stage with the random numbers that a pipeline draws."""
+    found = []
+    for step in steps:
+        torch.manual_seed(100 + step)
+        seed = int(torch.randint(2**62, ()))
+        losses = []
+        for microbatch, (x, targets) in enumerate(zip(*(value.chunk(2) for value in batch(step)), strict=True)):
+            for stage, part in enumerate((model[:2], model[2:])):
+                torch.manual_seed(draw_seed(seed, stage, microbatch))
+                x = part(x)
+            losses.append(loss_of(x, targets) / 2)
+            losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(number(sum(losses)))
+    return found
 
 
 def _as_plain(case: Case) -> str:
@@ -323,23 +343,50 @@ def together(case: Case) -> tuple[list[float], dict[str, Tensor]]:
 
 
 def in_stages(case: Case) -> tuple[list[float], dict[str, Tensor]]:
+    pipe = pipeline_of(case, case.mesh(), ["2"])
+    optimizer = optimizer_of(pipe.parameters(), case)
+    if case.option != "resume":
+        losses = train_stages(pipe, optimizer, case, range(STEPS))
+    else:
+        losses = train_stages(pipe, optimizer, case, range(2))
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "state"
+            sw.checkpoint.save(state_of(pipe, optimizer), path)
+            pipe = pipeline_of(case, case.mesh(start=4), ["1", "2", "3"])
+            optimizer = optimizer_of(pipe.parameters(), case)
+            sw.checkpoint.load(state_of(pipe, optimizer), path)
+        losses += train_stages(pipe, optimizer, case, range(2, STEPS))
+    return losses, {name: whole(value) for name, value in pipe.named_parameters()}
+
+
+def state_of(pipe: sw.Pipeline, optimizer: Any) -> dict[str, Any]:
+    return {"model": pipe, "optimizer": sw.checkpoint.NamedOptimizer(pipe.module, optimizer)}
+
+
+def pipeline_of(case: Case, mesh: sw.DeviceMesh, split: list[str]) -> sw.Pipeline:
     rest = dataclasses.replace(case, axes=tuple(axis for axis in case.axes if axis != "pp"))
 
     def lay_out(stage: nn.Module, mesh: sw.DeviceMesh, number: int) -> None:
         spread(stage, mesh, rest)
 
-    lay = lay_out if rest.axes else None
-    pipe = sw.pipeline(make_model(case), case.mesh()["pp"], split=["2"], microbatches=2, parallelize=lay)
-    optimizer = optimizer_of(pipe.parameters(), case)
+    return sw.pipeline(make_model(case), mesh["pp"], split=split, microbatches=2, parallelize=lay_out)
+
+
+def train_stages(pipe: sw.Pipeline, optimizer: Any, case: Case, steps: Sequence[int]) -> list[float]:
+    """The losses of some steps of a pipeline; of an accumulation, in one step for each half of the batch."""
+    halves = 2 if case.option == "accumulation" else 1
     losses = []
-    for step in range(STEPS):
-        values = batch(step)
-        if rest.axes:
-            values = [place(v, mesh) for v, mesh in zip(values, (pipe.meshes[0], pipe.meshes[-1]), strict=True)]
-        losses.append(number(pipe.step(*values, loss_of)))
+    for step in steps:
+        torch.manual_seed(100 + step)
+        total = 0.0
+        for inputs, targets in zip(*(value.chunk(halves) for value in batch(step)), strict=True):
+            ends = place(inputs, pipe.meshes[0]), place(targets, pipe.meshes[-1])
+            with precision(case):
+                total += number(pipe.step(*ends, lambda logits, wanted: loss_of(logits, wanted) / halves))
         optimizer.step()
         optimizer.zero_grad()
-    return losses, {name: whole(value) for name, value in pipe.named_parameters()}
+        losses.append(total)
+    return losses
 
 
 def hides_errors(case: Case) -> bool:
