@@ -22,6 +22,7 @@ from shardwise.core.placement import Replicate
 from shardwise.errors import LayoutError, PipelineError, UnsupportedError
 from shardwise.fabric.base import device_of, fabric_of
 from shardwise.fabric.dry import dry
+from shardwise.fabric.rank_generators import are_states_recorded
 from shardwise.fabric.stage_link import StageLink
 from shardwise.pipelines.dry_pipeline import PipelineEstimate, StepRecorder, local_memory
 from shardwise.pipelines.pipeline_tables import (
@@ -358,9 +359,15 @@ class Pipeline:
         Returns:
             The loss on the ranks of the last stage, None elsewhere.
         """
+        if are_states_recorded():
+            raise UnsupportedError(
+                "captured: a step of a pipeline sends messages between ranks, and seeds random numbers anew each time",
+                hint="call pipe.step outside of captured functions; compile the stages, in parallelize",
+            )
         self._steps += 1
         # A draw of each step, so that random numbers go on from the state of the generator
-        self._seed = int(torch.randint(2**62, (), device="cpu", generator=default_generator(torch.device("cpu"))))
+        cpu = torch.device("cpu")
+        self._seed = int(torch.randint(2**62, (), device=cpu, generator=default_generator(cpu)))
         with self._gradients_of_this_step():
             return self._run_or_drop(inputs, target, loss_function)
 
@@ -590,7 +597,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _gradients_of_this_step(self) -> Iterator[None]:
-        """Inside, tied parameters have the gradients of this step, which their stages add; then earlier ones as well."""
+        """Inside, tied parameters have the gradients of this step alone, which their stages add; then earlier ones too."""
         tied = [
             self.stages[stage].get_parameter(name) for tie in self._ties for stage, name in tie if stage in self.stages
         ]
