@@ -21,7 +21,7 @@ SAMPLE = [
     Case("ddp", ("dp", "ep"), "bfloat16"),
     Case("plan", ("cp", "ep"), "dropout"),
     Case("fsdp", ("ep", "tp"), "accumulation"),
-    Case("fsdp", ("dp", "cp"), "captured"),
+    Case("fsdp", ("dp", "cp"), "compiled"),
 ]
 
 
@@ -69,7 +69,7 @@ def test_tied_gradients_accumulate_and_are_clipped_over_all_stages(gloo4: Proces
 
 
 def saves_stages(folder: str) -> tuple[str, list[bool]]:
-    """The error of optimizers by numbers, and whether all moments come back by names. Random states are of all ranks."""
+    """The error of optimizers by numbers, and whether moments come back by names. A random state is on all ranks."""
     mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
     torch.manual_seed(0)
     pipe = sw.pipeline(nn.Sequential(*[nn.Linear(4, 4) for _ in range(4)]), mesh["pp"], microbatches=2)

@@ -597,7 +597,7 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _gradients_of_this_step(self) -> Iterator[None]:
-        """Inside, tied parameters have the gradients of this step alone, which their stages add; then earlier ones too."""
+        """Inside, tied parameters have the gradients of this step alone, which their stages add; then all."""
         tied = [
             self.stages[stage].get_parameter(name) for tie in self._ties for stage, name in tie if stage in self.stages
         ]

@@ -286,7 +286,7 @@ def _agreed(
             if tensors.setdefault(name, described) != described:
                 raise AgreementError(
                     f"the ranks have different tensors named {name}:\n    {tensors[name]}\n    {described}",
-                    hint="tensors of one name must be shards or replicas of one tensor; rename the others, and save the "
+                    hint="tensors of one name must be shards or replicas of one tensor; rename the others, and save "
                     "optimizers of different parameters as checkpoint.NamedOptimizer(model, optimizer)",
                 )
     return tensors, state
