@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
-from shardwise.pipelines.pipeline_run import draw_seed
 from shardwise.pipelines import pipeline_table
+from shardwise.pipelines.pipeline_run import draw_seed
 from tests.pipelines import language_model, lay_out, one_device, train, whole
 from tests.torch_version import needs_torch
 
