@@ -20,7 +20,6 @@ from shardwise.checkpoint.state_dicts.state_dict_values import finished
 from shardwise.errors import CheckpointError
 
 __all__ = [
-    "NamedOptimizer",
     "StateDictOptions",
     "get_model_state_dict",
     "get_optimizer_state_dict",
