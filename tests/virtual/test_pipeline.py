@@ -1,6 +1,8 @@
 """Pipelines on virtual ranks against one device: losses, parameters, refusals, schedules in time."""
 
 import copy
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,8 +10,9 @@ from torch import nn
 
 import shardwise as sw
 from shardwise.pipelines import pipeline_table, timeline_of
+from shardwise.pipelines.pipeline_run import draw_seed
 from shardwise.pipelines.pipeline_tables import actions_of, stage_ranks
-from tests.pipelines import Block, language_model, lay_out, loss_of, one_device, train, whole
+from tests.pipelines import Block, batch, ends, language_model, lay_out, loss_of, one_device, placed, train, whole
 
 CASES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zb1p", 1), ("zb1p", 2), ("zbv", 2), ("dualpipev", 2)]
 
@@ -216,3 +219,154 @@ def test_activations_in_flight_are_the_published_ones(ranks: int) -> None:
                 held += {"F": 1, "I": 0}.get(action.kind, -1)
                 peak = max(peak, held)
             assert peak <= most
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb1p"])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_tied_gradients_accumulate_over_steps(schedule: str, sharded: bool) -> None:
+    model = language_model(2, tied=True)
+    reference = copy.deepcopy(model)
+    mesh = sw.init_device_mesh("cpu", (2, 2) if sharded else (2,), mesh_dim_names=("pp", "dp") if sharded else ("pp",))
+    lay = (lambda stage, mesh, number: sw.fully_shard(stage, mesh["dp"])) if sharded else None
+    pipe = sw.pipeline(model, mesh["pp"], schedule=schedule, microbatches=2, parallelize=lay)
+    for step in range(3):
+        inputs, targets = batch(step, 8)
+        loss_of(reference(inputs), targets).backward()
+        pipe.step(*(placed(value, mesh) for value, mesh in zip((inputs, targets), ends(pipe), strict=True)), loss_of)
+    expected = dict(reference.named_parameters(remove_duplicate=False))
+    for name, parameter in pipe.named_parameters():
+        assert parameter.grad is not None
+        torch.testing.assert_close(whole(parameter.grad), expected[name].grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_failed_step_keeps_earlier_gradients_of_tied_parameters() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    pipe = sw.pipeline(language_model(2, tied=True), mesh["pp"], microbatches=2)
+    pipe.step(*batch(0, 8), loss_of)
+    before = {name: parameter.grad.clone() for name, parameter in pipe.named_parameters() if parameter.grad is not None}
+
+    def fails(logits: Any, targets: Any) -> torch.Tensor:
+        raise ValueError("the data is broken")
+
+    with pytest.raises(sw.PipelineError, match="the data is broken"):
+        pipe.step(*batch(1, 8), fails)
+    for name in ("0.weight", "3.weight"):
+        found = dict(pipe.named_parameters())[name].grad
+        assert found is not None
+        assert torch.equal(found, before[name])
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf"), 1.0])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_gradients_are_clipped_by_the_norm_over_all_stages(sharded: bool, norm_type: float) -> None:
+    model = language_model(4, tied=True)
+    reference = copy.deepcopy(model)
+    mesh = sw.init_device_mesh(
+        "cpu", (2, 2, 2) if sharded else (2,), mesh_dim_names=("pp", "dp", "tp") if sharded else ("pp",)
+    )
+    pipe = sw.pipeline(model, mesh["pp"], microbatches=2, parallelize=lay_out if sharded else None)
+    inputs, targets = batch(0, 8)
+    loss_of(reference(inputs), targets).backward()
+    pipe.step(*(placed(value, mesh) for value, mesh in zip((inputs, targets), ends(pipe), strict=True)), loss_of)
+    want = torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1, norm_type)
+    torch.testing.assert_close(pipe.clip_grad_norm_(0.1, norm_type), want)
+    expected = dict(reference.named_parameters(remove_duplicate=False))
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(whole(parameter.grad), expected[name].grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_norm_that_is_not_finite_is_an_error_before_gradients_change() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    pipe = sw.pipeline(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), mesh["pp"], microbatches=1)
+    for parameter in pipe.parameters():
+        parameter.grad = torch.full_like(parameter, torch.inf)
+    with pytest.raises(sw.PipelineError, match="norm of the gradients over all stages is inf"):
+        pipe.clip_grad_norm_(1.0, error_if_nonfinite=True)
+    assert all(parameter.grad is not None and parameter.grad.isinf().all() for parameter in pipe.parameters())
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zbv", "dualpipev"])
+def test_random_numbers_do_not_depend_on_the_order_of_actions(schedule: str) -> None:
+    """Of four stages on four ranks or two, run one after the other."""
+    layers = [layer for _ in range(4) for layer in (nn.Linear(4, 4), nn.Dropout(0.5))]
+    model = nn.Sequential(*layers)
+    reference = copy.deepcopy(model)
+    stages = 2 if schedule in ("interleaved", "zbv", "dualpipev") else 1
+    mesh = sw.init_device_mesh("cpu", (4 // stages,), mesh_dim_names=("pp",))
+    pipe = sw.pipeline(
+        model, mesh["pp"], split=["2", "4", "6"], schedule=schedule, microbatches=4,
+        stages_per_rank=2 if schedule == "interleaved" else None,
+    )  # fmt: skip
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    torch.manual_seed(5)
+    losses = [pipe.step(x, y, nn.functional.mse_loss) for _ in range(2)]
+    after = torch.get_rng_state()
+    torch.manual_seed(5)
+    for found in losses:
+        seed = int(torch.randint(2**62, ()))
+        state = torch.get_rng_state()
+        total = torch.zeros(())
+        for number, (rows, wanted) in enumerate(zip(x.chunk(4), y.chunk(4), strict=True)):
+            for stage in range(4):
+                torch.manual_seed(draw_seed(seed, stage, number))
+                rows = reference[2 * stage : 2 * stage + 2](rows)
+            total = total + nn.functional.mse_loss(rows, wanted) / 4
+        torch.testing.assert_close(found, total)
+        total.backward()
+        torch.set_rng_state(state)
+    assert torch.equal(after, torch.get_rng_state())
+    expected = dict(reference.named_parameters())
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad)
+
+
+def test_states_have_the_names_of_the_model(tmp_path: Path) -> None:
+    """Saved by stages, and loaded into the model without stages, into others, and with another order of parameters."""
+    inputs, targets = batch(1, 8)
+
+    def stages_of(ranks: int) -> tuple[sw.Pipeline, torch.optim.Optimizer, dict[str, Any]]:
+        mesh = sw.init_device_mesh("cpu", (ranks, 2), mesh_dim_names=("pp", "dp"))
+        pipe = sw.pipeline(
+            language_model(4, tied=False), mesh["pp"], microbatches=2,
+            parallelize=lambda stage, mesh, number: sw.fully_shard(stage, mesh["dp"]),
+        )  # fmt: skip
+        optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        return pipe, optimizer, {"model": pipe, "optimizer": sw.checkpoint.NamedOptimizer(pipe.module, optimizer)}
+
+    def steps(pipe: sw.Pipeline, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        optimizer.zero_grad()
+        pipe.step(*(placed(value, mesh) for value, mesh in zip((inputs, targets), ends(pipe), strict=True)), loss_of)
+        optimizer.step()
+        return {name: whole(value) for name, value in pipe.named_parameters()}
+
+    pipe, optimizer, state = stages_of(2)
+    steps(pipe, optimizer)
+    sw.checkpoint.save(state, tmp_path / "stages")
+    expected = steps(pipe, optimizer)
+    pipe, optimizer, state = stages_of(3)
+    sw.checkpoint.load(state, tmp_path / "stages")
+    torch.testing.assert_close(steps(pipe, optimizer), expected)
+
+    model = language_model(4, tied=False)
+    sw.fully_shard(model, sw.init_device_mesh("cpu", (4,)))
+    parameters = list(model.parameters())
+    optimizer = torch.optim.AdamW([{"params": parameters[5:]}, {"params": parameters[:5]}], lr=0.5)
+    sw.checkpoint.load(
+        {"model": model, "optimizer": sw.checkpoint.NamedOptimizer(model, optimizer)}, tmp_path / "stages"
+    )
+    loss_of(model(inputs), targets).backward()
+    optimizer.step()
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    torch.testing.assert_close({name: whole(value) for name, value in model.named_parameters()}, expected)
+
+
+def test_a_list_of_stages_is_named_by_their_numbers() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    stages = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    pipe = sw.pipeline(stages, mesh["pp"], microbatches=1)
+    assert [name for name, _ in pipe.named_parameters()] == [name for name, _ in stages.named_parameters()]
+    values = {name: torch.ones_like(value) for name, value in stages.state_dict().items()}
+    pipe.load_state_dict(values)
+    assert stages[1].weight.detach().eq(1).all()
+    with pytest.raises(RuntimeError, match=r"Missing key.*1\.weight"):
+        pipe.load_state_dict({"0.weight": values["0.weight"]})

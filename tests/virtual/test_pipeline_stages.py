@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from shardwise.pipelines import pipeline_table
+from shardwise.pipelines.pipeline_run import draw_seed
 from tests.pipelines import language_model, lay_out, one_device, train, whole
 from tests.torch_version import needs_torch
 
@@ -43,9 +44,11 @@ def compare(
         found = pipe.step(tuple(x), y, loss)
         torch.manual_seed(step)
         wanted: Any = 0.0
-        for parts in zip(*(value.chunk(MICROBATCHES) for value in (*x, y)), strict=True):
+        seed = int(torch.randint(2**62, ()))
+        for microbatch, parts in enumerate(zip(*(value.chunk(MICROBATCHES) for value in (*x, y)), strict=True)):
             values: Any = parts[:-1]
-            for stage in plain:
+            for number, stage in enumerate(plain):
+                torch.manual_seed(draw_seed(seed, number, microbatch))
                 values = stage(*values)
                 values = values if isinstance(values, tuple | list) else (values,)
             part = loss(values if len(values) > 1 else values[0], parts[-1]) / MICROBATCHES
@@ -140,7 +143,7 @@ class Checkpointed(nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()
         self.inner = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-        self.drop = nn.Dropout(0.5 if number == 1 else 0.0)  # one stage draws, in the order of microbatches
+        self.drop = nn.Dropout(0.5)
 
     def forward(self, x: torch.Tensor) -> Any:
         return checkpoint(lambda t: self.drop(self.inner(t)), x, use_reentrant=False)

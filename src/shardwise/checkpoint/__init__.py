@@ -17,11 +17,13 @@ from shardwise.checkpoint.operations.load_checkpoint import Loaded, load, read
 from shardwise.checkpoint.operations.safetensors_models import export_safetensors, load_safetensors
 from shardwise.checkpoint.operations.save_checkpoint import async_save, save
 from shardwise.checkpoint.partition.fused_tensors import Fused
+from shardwise.checkpoint.state_dict import NamedOptimizer
 
 __all__ = [
     "Difference",
     "Fused",
     "Loaded",
+    "NamedOptimizer",
     "Saving",
     "Summary",
     "TensorSummary",

@@ -212,6 +212,42 @@ def set_state_dict(
     return set_model_state_dict(model, model_state_dict, options=options)
 
 
+class NamedOptimizer:
+    """Optimizers as an entry of a checkpoint, by the names of their parameters instead of their numbers.
+
+    Numbers depend on the order of the parameters of an optimizer, and those of two stages of a pipeline are the same.
+    By names a state loads into any division of the model into stages, optimizers and groups.
+
+    Args:
+        model: the model whose parameters are optimized; of a pipeline, `pipe.module`.
+        optimizers: one or several.
+
+    Example:
+        >>> import shardwise as sw, tempfile
+        >>> model = nn.Linear(2, 4)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> path = tempfile.mkdtemp() + "/step-1"
+        >>> sw.checkpoint.save({"optimizer": NamedOptimizer(model, optimizer)}, path)
+        >>> swapped = torch.optim.AdamW([model.bias, model.weight])
+        >>> _ = sw.checkpoint.load({"optimizer": NamedOptimizer(model, swapped)}, path)
+        >>> swapped.state[model.weight]["exp_avg"].shape
+        torch.Size([4, 2])
+    """
+
+    def __init__(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> None:
+        self.model, self.optimizers = model, optimizers
+
+    def state_dict(self) -> dict[str, Any]:
+        """The states by names, on one level."""
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        return get_optimizer_state_dict(self.model, self.optimizers, options=options)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load states by names."""
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        set_optimizer_state_dict(self.model, self.optimizers, state_dict, options=options)
+
+
 def _checked(options: Any) -> Any:
     options = StateDictOptions() if options is None else options
     if options.broadcast_from_rank0 and not options.full_state_dict:

@@ -18,7 +18,7 @@ from shardwise.rng.draw_blocks import default_generator
 from shardwise.rng.random_fill import fills
 from shardwise.torch_private import OpOverload
 
-__all__ = ["StateListener", "draws", "draws_alike", "listen_to_states"]
+__all__ = ["StateListener", "are_states_recorded", "draws", "draws_alike", "listen_to_states"]
 
 
 class StateListener(Protocol):
@@ -49,6 +49,11 @@ def listen_to_states(listener: StateListener) -> Iterator[None]:
         yield
     finally:
         _listener = previous
+
+
+def are_states_recorded() -> bool:
+    """Whether a listener repeats later what happens to random states."""
+    return _listener is not None
 
 
 def draws(op: Any) -> bool:

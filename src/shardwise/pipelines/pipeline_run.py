@@ -7,17 +7,22 @@ processes those of its own rank, and waits for messages.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import nn
 
+from shardwise.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from shardwise.checkpoint.state_dicts.parameter_names import canonical_name
 from shardwise.core.mesh import DeviceMesh
+from shardwise.core.placement import Replicate
 from shardwise.errors import LayoutError, PipelineError, UnsupportedError
-from shardwise.fabric.base import fabric_of
+from shardwise.fabric.base import device_of, fabric_of
 from shardwise.fabric.dry import dry
+from shardwise.fabric.rank_generators import are_states_recorded
 from shardwise.fabric.stage_link import StageLink
 from shardwise.pipelines.dry_pipeline import PipelineEstimate, StepRecorder, local_memory
 from shardwise.pipelines.pipeline_tables import (
@@ -30,11 +35,13 @@ from shardwise.pipelines.pipeline_tables import (
 )
 from shardwise.pipelines.pipeline_timeline import Timeline, Times, timeline_of
 from shardwise.pipelines.split_backward import WeightPart, input_gradients
+from shardwise.pipelines.stage_modules import StageModules
 from shardwise.pipelines.stage_split import split_model, untie
 from shardwise.pipelines.stage_values import InProcess, OverLink, ValueMeta
+from shardwise.rng.draw_blocks import default_generator
 from shardwise.tensor import DTensor
 
-__all__ = ["Pipeline", "pipeline"]
+__all__ = ["Pipeline", "draw_seed", "pipeline"]
 
 Parallelize = Callable[[nn.Module, DeviceMesh, int], object]
 MOST_VALUES = 64  # tensors that a stage may return; tags of messages count up to it
@@ -95,7 +102,7 @@ def pipeline(
         _check_meshes(meshes, stage_ranks(schedule, ranks, len(meshes)))
     table = pipeline_table(schedule, ranks, microbatches, each)
     stages = split_model(model, split, len(meshes))
-    return Pipeline(stages, meshes, table, microbatches, parallelize)
+    return Pipeline(stages, meshes, table, microbatches, parallelize, in_one=isinstance(model, nn.Sequential))
 
 
 def _stage_meshes(axis: DeviceMesh) -> list[DeviceMesh]:
@@ -152,6 +159,7 @@ class Pipeline:
         table: the actions of each rank.
         microbatches: the number of parts of a batch.
         parallelize: parallelizes a stage.
+        in_one: the stages are parts of one `nn.Sequential`, whose names they have.
     """
 
     def __init__(
@@ -161,6 +169,8 @@ class Pipeline:
         table: Sequence[Sequence[Action | Overlapped]],
         microbatches: int,
         parallelize: Parallelize | None,
+        *,
+        in_one: bool,
     ) -> None:
         self.meshes, self.table, self.microbatches = list(meshes), [list(actions) for actions in table], microbatches
         self._ties = untie(stages)
@@ -171,10 +181,12 @@ class Pipeline:
             for number, stage in self.stages.items():
                 laid = parallelize(stage, meshes[number], number)
                 self.stages[number] = laid if isinstance(laid, nn.Module) else stage
+        self.module = StageModules(self.stages, in_one=in_one)
         link = fabric.stage_link(meshes)
         self._link: StageLink | None = link
         self._values: InProcess | OverLink = InProcess() if link is None else OverLink(link)
         self._steps = 0
+        self._seed = 0  # of this step
         self._recorder: StepRecorder | None = None  # in a dry run
         self._tied: dict[int, dict[int, ValueMeta]] = {}
         self._metas: dict[int, list[ValueMeta]] = {}  # of the values that each stage sends to the next
@@ -187,13 +199,30 @@ class Pipeline:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of the stages in this process."""
-        for stage in self.stages.values():
-            yield from stage.parameters()
+        yield from self.module.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters with their names in the model, if it was an `nn.Sequential`; else in their stage."""
-        for stage in self.stages.values():
-            yield from stage.named_parameters()
+        """The parameters with their names in the model; of a list of stages, after the number of their stage."""
+        for path, parameter in self.module.named_parameters():
+            yield canonical_name(self.module, path), parameter
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the stages in this process, by names in the model: an entry of a checkpoint.
+
+        It loads into any number of stages, and into the model without stages.
+
+        Example:
+            >>> import shardwise as sw
+            >>> mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+            >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+            >>> list(sw.pipeline(model, mesh["pp"], microbatches=2).state_dict())
+            ['0.weight', '0.bias', '2.weight', '2.bias']
+        """
+        return get_model_state_dict(self.module)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
+        """Load a state by names, like `nn.Module.load_state_dict`; entries of this process's stages."""
+        return set_model_state_dict(self.module, state_dict, options=StateDictOptions(strict=strict))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of the stages in this process, like `nn.Module.zero_grad`."""
@@ -255,6 +284,67 @@ class Pipeline:
         finally:
             self._recorder = None
 
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip gradients by their norm over all stages, like `torch.nn.utils.clip_grad_norm_`; every rank calls it.
+
+        A tied parameter counts once. (torch's function, given `parameters()`, has only the stages of this process.)
+
+        Args:
+            max_norm: the largest norm.
+            norm_type: the order of the norm; `inf` for the largest absolute value.
+            error_if_nonfinite: raise an error if the norm is not finite.
+
+        Returns:
+            The norm before clipping.
+
+        Example:
+            >>> import shardwise as sw
+            >>> mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+            >>> pipe = sw.pipeline(nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1)), mesh["pp"], microbatches=1)
+            >>> for parameter in pipe.parameters():
+            ...     parameter.grad = torch.ones_like(parameter)
+            >>> pipe.clip_grad_norm_(1.0), next(pipe.parameters()).grad
+            (tensor(2.), tensor([[0.5000]]))
+        """
+        own = {stage: self._gradient_norm(stage, norm_type) for stage in self._here}
+        metas = {stage: ValueMeta.of(norm) for stage, norm in own.items()}
+        for stage, norm in own.items():
+            for other, mesh in enumerate(self.meshes):
+                if other != stage:
+                    key = self._tied_key(len(self._ties), stage, other)
+                    self._values.send(key, norm, metas[stage], metas[stage].on(mesh), (self.meshes[stage], mesh))
+        totals: list[torch.Tensor] = []
+        for stage, meta in metas.items():
+            norms: list[Any] = []
+            for other, mesh in enumerate(self.meshes):
+                key = self._tied_key(len(self._ties), other, stage)
+                norms.append(
+                    own[stage]
+                    if other == stage
+                    else self._values.receive(key, meta.on(mesh), meta, (mesh, self.meshes[stage]))
+                )
+            parts = torch.stack([norm.full_tensor() for norm in norms])
+            totals.append(torch.linalg.vector_norm(parts, norm_type).to(torch.float32))
+        if self._link is not None:
+            self._link.finish()
+        if error_if_nonfinite and not totals[0].isfinite():
+            raise PipelineError(f"the norm of the gradients over all stages is {totals[0]}, so they cannot be clipped")
+        for stage, total in zip(metas, totals, strict=True):
+            torch.nn.utils.clip_grads_with_norm_(self.stages[stage].parameters(), max_norm, total)
+        return totals[0]
+
+    def _gradient_norm(self, stage: int, norm_type: float) -> Any:
+        """The norm of the gradients of a stage, replicated on its mesh; tied parameters on their first stage alone."""
+        module, mesh = self.stages[stage], self.meshes[stage]
+        repeated = {id(module.get_parameter(name)) for tie in self._ties for at, name in tie[1:] if at == stage}
+        gradients = [p.grad for p in module.parameters() if p.grad is not None and id(p) not in repeated]
+        norm: Any = torch.nn.utils.get_total_norm(gradients, norm_type) if gradients else torch.zeros(())
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm = norm.to(device_of(mesh), torch.float64)
+        return DTensor.from_local(norm, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
     # ---------------------------------------------------------------- a step
 
     def step(self, inputs: Any, target: Any, loss_function: Callable[[Any, Any], torch.Tensor]) -> Any:
@@ -269,7 +359,19 @@ class Pipeline:
         Returns:
             The loss on the ranks of the last stage, None elsewhere.
         """
+        if are_states_recorded():
+            raise UnsupportedError(
+                "captured: a step of a pipeline sends messages between ranks, and seeds random numbers anew each time",
+                hint="call pipe.step outside of captured functions; compile the stages, in parallelize",
+            )
         self._steps += 1
+        # A draw of each step, so that random numbers go on from the state of the generator
+        cpu = torch.device("cpu")
+        self._seed = int(torch.randint(2**62, (), device=cpu, generator=default_generator(cpu)))
+        with self._gradients_of_this_step():
+            return self._run_or_drop(inputs, target, loss_function)
+
+    def _run_or_drop(self, inputs: Any, target: Any, loss_function: Callable[[Any, Any], torch.Tensor]) -> Any:
         try:
             return self._run(inputs, target, loss_function)
         except PipelineError:
@@ -344,7 +446,8 @@ class Pipeline:
         try:
             with contextlib.nullcontext() if self._recorder is None else self._recorder.action(action):
                 if action.kind == "F":
-                    self._forward(action, step)
+                    with self._drawing(action):
+                        self._forward(action, step)
                 elif action.kind == "W":
                     self._weights.pop((action.stage, action.microbatch)).run()
                 else:
@@ -399,6 +502,23 @@ class Pipeline:
                     self._values.send(key, output, meta, meta.on(following), (mesh, following))
         self._saved[stage, microbatch] = _Saved(arguments, outputs)
         self._sent.add((stage, microbatch))
+
+    @contextlib.contextmanager
+    def _drawing(self, action: Action) -> Iterator[None]:
+        """Inside, random numbers depend on the step, the stage and the microbatch, not on the order of actions."""
+        if not fabric_of(self.meshes[action.stage]).has_values:
+            yield
+            return
+        devices = dict.fromkeys((torch.device("cpu"), device_of(self.meshes[action.stage])))
+        generators = [default_generator(device) for device in devices]
+        before = [generator.get_state() for generator in generators]
+        for generator in generators:
+            generator.manual_seed(draw_seed(self._seed, action.stage, action.microbatch))
+        try:
+            yield
+        finally:
+            for generator, state in zip(generators, before, strict=True):
+                generator.set_state(state)
 
     def _received(self, stage: int, microbatch: int) -> list[Any]:
         """The arguments of a stage, which begin a separate autograd graph."""
@@ -475,6 +595,25 @@ class Pipeline:
 
     # ---------------------------------------------------------------- tied parameters
 
+    @contextlib.contextmanager
+    def _gradients_of_this_step(self) -> Iterator[None]:
+        """Inside, tied parameters have the gradients of this step alone, which their stages add; then all."""
+        tied = [
+            self.stages[stage].get_parameter(name) for tie in self._ties for stage, name in tie if stage in self.stages
+        ]
+        earlier = [parameter.grad for parameter in tied]
+        for parameter in tied:
+            parameter.grad = None
+        try:
+            yield
+        except BaseException:
+            for parameter, gradient in zip(tied, earlier, strict=True):
+                parameter.grad = gradient
+            raise
+        for parameter, gradient in zip(tied, earlier, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
+
     def _add_tied_gradients(self) -> None:
         """Set the gradient of each tied parameter, on all of its stages, to the sum of their gradients."""
         for number, tie in enumerate(self._ties):
@@ -522,6 +661,17 @@ class Pipeline:
     def _tied_key(self, number: int, stage: int, other: int) -> int:
         first = 2 * len(self.meshes) * self.microbatches * MOST_VALUES
         return first + (number * len(self.meshes) + stage) * len(self.meshes) + other
+
+
+def draw_seed(step: int, stage: int, microbatch: int) -> int:
+    """The seed of the random numbers that a stage draws for a microbatch.
+
+    Example:
+        >>> draw_seed(0, 1, 2) == draw_seed(0, 1, 2), draw_seed(0, 1, 2) == draw_seed(0, 2, 1)
+        (True, False)
+    """
+    digest = hashlib.blake2b(repr((step, stage, microbatch)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
 
 
 def _gradient_of(parameter: Any) -> Any:

@@ -22,7 +22,15 @@ from shardwise.checkpoint.format.checkpoint_index import (
     parse_index,
     write_index,
 )
-from shardwise.checkpoint.format.state_tree import encode_state, expand, merge, stored_entries, tensors_in
+from shardwise.checkpoint.format.json_values import join
+from shardwise.checkpoint.format.state_tree import (
+    StateTree,
+    encode_state,
+    expand,
+    merge,
+    stored_entries,
+    tensors_in,
+)
 from shardwise.checkpoint.format.stored_dtypes import DTYPES, NAMES
 from shardwise.checkpoint.io import atomic_directory as atomic
 from shardwise.checkpoint.io.block_writer import BlockToWrite, write_blocks
@@ -183,7 +191,11 @@ def prepare_save(
     def look() -> tuple[Place, dict[str, TensorDescription], AnyStaging | None]:
         target = place_of(path)
         target = target.absolute() if isinstance(target, Path) else target
-        known = {name: describe(name, tensor, processes) for name, tensor in tensors.items()}
+        owners = {} if tree is None else _optimized(tree)
+        known = {
+            name: describe(name, tensor, processes, owners.get(name.rpartition("/")[0], ""))
+            for name, tensor in tensors.items()
+        }
         if not processes.is_first:
             return target, known, None
         return target, known, begin_save(target, keep, overwrite)
@@ -213,7 +225,25 @@ def prepare_save(
     return outcome.attempt(decide, SaveJob(places[0], processes, {}, {}, {}, keep))
 
 
-def describe(name: str, tensor: torch.Tensor, processes: Processes) -> TensorDescription:
+def _optimized(tree: StateTree) -> dict[str, str]:
+    """For each numbered entry of an optimizer, the parameter that it belongs to, if that is in the state as well.
+
+    Processes with other parameters number them alike, as the stages of a pipeline: their entries are not the same.
+    """
+    names: dict[int, str] = {}
+    for path, owner, _ in tree.expanded:
+        if callable(getattr(owner, "named_parameters", None)):
+            names.update({id(value): join((*path, name)) for name, value in owner.named_parameters()})
+    found: dict[str, str] = {}
+    for path, owner, _ in tree.expanded:
+        if isinstance(owner, torch.optim.Optimizer):
+            parameters = [parameter for group in owner.param_groups for parameter in group["params"]]
+            for number, parameter in enumerate(parameters):
+                found[join((*path, "state", number))] = names.get(id(parameter), "")
+    return found
+
+
+def describe(name: str, tensor: torch.Tensor, processes: Processes, parameter: str) -> TensorDescription:
     """The description of a tensor; raises if a checkpoint cannot store it."""
     if not isinstance(tensor, DTensor) and hasattr(tensor, "__tensor_flatten__"):
         raise CheckpointError(
@@ -238,6 +268,8 @@ def describe(name: str, tensor: torch.Tensor, processes: Processes) -> TensorDes
                 f"{name} is on ranks {sorted(outside)[:8]}, which do not take part",
                 hint="use a larger process_group",
             )
+    if parameter:
+        layout += f", of {parameter}"
     return TensorDescription(NAMES[tensor.dtype], tuple(tensor.shape), layout)
 
 
@@ -257,7 +289,8 @@ def _agreed(
             if tensors.setdefault(name, described) != described:
                 raise AgreementError(
                     f"the ranks have different tensors named {name}:\n    {tensors[name]}\n    {described}",
-                    hint="tensors of one name must be shards or replicas of one tensor; rename the others",
+                    hint="tensors of one name must be shards or replicas of one tensor; rename the others, and save "
+                    "optimizers of different parameters as checkpoint.NamedOptimizer(model, optimizer)",
                 )
     return tensors, state
 
@@ -282,7 +315,7 @@ def _shares(
                 among = tuple(rank for rank, names in zip(everyone, known, strict=True) if name in names)
             held = (HeldBox(box, box.inside(box), among),) if box.numel else ()
         shared.append(TensorToWrite(name, tensor.dtype.itemsize, held))
-    return assign_writes(shared)
+    return assign_writes(shared, complete=all(names.keys() == known[0].keys() for names in known))
 
 
 def _bytes_of(shares: Mapping[int, Sequence[WriteShare]], tensors: Mapping[str, torch.Tensor]) -> int:

@@ -1,6 +1,7 @@
 """Which rank writes which box of which tensor: every box once, by a rank that holds it, balanced by bytes.
 
-A pure function of layouts: all ranks compute the same assignment without communication.
+A pure function of layouts: all ranks compute the same assignment without communication. A rank that lacks some of the
+tensors cannot know the bytes that they give to others: then only boxes of the same holders are balanced.
 """
 
 from __future__ import annotations
@@ -33,11 +34,16 @@ class WriteShare(NamedTuple):
     source: HeldBox
 
 
-def assign_writes(tensors: Iterable[TensorToWrite]) -> dict[int, list[WriteShare]]:
+def assign_writes(tensors: Iterable[TensorToWrite], *, complete: bool = True) -> dict[int, list[WriteShare]]:
     """The boxes that each rank writes.
 
     A box on one rank is written by it. Other boxes are assigned, the largest first, to the rank with the fewest bytes
     so far among those that hold the box.
+
+    Args:
+        tensors: the tensors of this process, in the same order on all.
+        complete: every process has all tensors. If not, the bytes that count are those of boxes with the same holders,
+            which are known to all of these.
 
     Example:
         >>> held = HeldBox(Box((0,), (4,)), (slice(0, 4),), (0, 1))
@@ -47,7 +53,7 @@ def assign_writes(tensors: Iterable[TensorToWrite]) -> dict[int, list[WriteShare
     """
     shares: dict[int, list[WriteShare]] = defaultdict(list)
     load: dict[int, int] = defaultdict(int)
-    choices: list[tuple[int, int, WriteShare]] = []
+    choices: list[tuple[int, int, WriteShare]] = []  # by size, then in the order of the tensors
     for name, itemsize, held in tensors:
         for source in held:
             size = source.box.numel * itemsize
@@ -57,7 +63,14 @@ def assign_writes(tensors: Iterable[TensorToWrite]) -> dict[int, list[WriteShare
                 continue
             for part in split_box(source.box, len(source.ranks)) if size > SPLIT else [source.box]:
                 choices.append((-part.numel * itemsize, len(choices), WriteShare(name, part, source)))
-    _deal(choices, shares, load)
+    if complete:
+        _deal(choices, shares, load)
+    else:
+        by_holders: dict[tuple[int, ...], list[tuple[int, int, WriteShare]]] = defaultdict(list)
+        for choice in choices:
+            by_holders[choice[2].source.ranks].append(choice)
+        for of_holders in by_holders.values():
+            _deal(of_holders, shares, {})
     return dict(shares)
 
 
