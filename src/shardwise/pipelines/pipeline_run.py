@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from shardwise.checkpoint.operations.save_checkpoint import STAGE
 from shardwise.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from shardwise.checkpoint.state_dicts.parameter_names import canonical_name
 from shardwise.core.mesh import DeviceMesh
@@ -181,6 +182,9 @@ class Pipeline:
             for number, stage in self.stages.items():
                 laid = parallelize(stage, meshes[number], number)
                 self.stages[number] = laid if isinstance(laid, nn.Module) else stage
+        for number, stage in self.stages.items():
+            for parameter in stage.parameters():
+                setattr(parameter, STAGE, f"stage {number}")
         self.module = StageModules(self.stages, in_one=in_one)
         link = fabric.stage_link(meshes)
         self._link: StageLink | None = link

@@ -48,8 +48,9 @@ from shardwise.errors import AgreementError, CheckpointError
 from shardwise.fabric.base import fabric_of
 from shardwise.tensor import DTensor
 
-__all__ = ["SaveJob", "TensorDescription", "async_save", "execute_save", "save"]
+__all__ = ["STAGE", "SaveJob", "TensorDescription", "async_save", "execute_save", "save"]
 
+STAGE = "_shardwise_stage"  # on a parameter of a stage of a pipeline: which one, in words
 TICK = 1_000_000  # nanoseconds between the times of two checkpoints, if the clock does not tell them apart
 _PART = re.compile(r"blocks-\d+-(\d+)\.safetensors")
 Written = tuple[dict[str, int], list[tuple[str, StoredBlock]]]
@@ -191,9 +192,9 @@ def prepare_save(
     def look() -> tuple[Place, dict[str, TensorDescription], AnyStaging | None]:
         target = place_of(path)
         target = target.absolute() if isinstance(target, Path) else target
-        owners = {} if tree is None else _optimized(tree)
+        owners = {} if tree is None else _owners(tree)
         known = {
-            name: describe(name, tensor, processes, owners.get(name.rpartition("/")[0], ""))
+            name: describe(name, tensor, processes, owners.get(name) or owners.get(name.rpartition("/")[0], ""))
             for name, tensor in tensors.items()
         }
         if not processes.is_first:
@@ -225,25 +226,29 @@ def prepare_save(
     return outcome.attempt(decide, SaveJob(places[0], processes, {}, {}, {}, keep))
 
 
-def _optimized(tree: StateTree) -> dict[str, str]:
-    """For each numbered entry of an optimizer, the parameter that it belongs to, if that is in the state as well.
+def _owners(tree: StateTree) -> dict[str, str]:
+    """What entries belong to, where processes may give one name to different tensors, as the stages of a pipeline do.
 
-    Processes with other parameters number them alike, as the stages of a pipeline: their entries are not the same.
+    For each numbered entry of an optimizer it is the parameter, if that is in the state as well, or its stage; for a
+    parameter of a stage the stage.
     """
     names: dict[int, str] = {}
+    found: dict[str, str] = {}
     for path, owner, _ in tree.expanded:
         if callable(getattr(owner, "named_parameters", None)):
-            names.update({id(value): join((*path, name)) for name, value in owner.named_parameters()})
-    found: dict[str, str] = {}
+            for name, parameter in owner.named_parameters():
+                entry = join((*path, name))
+                names[id(parameter)] = entry
+                found[entry] = getattr(parameter, STAGE, "")
     for path, owner, _ in tree.expanded:
         if isinstance(owner, torch.optim.Optimizer):
             parameters = [parameter for group in owner.param_groups for parameter in group["params"]]
             for number, parameter in enumerate(parameters):
-                found[join((*path, "state", number))] = names.get(id(parameter), "")
+                found[join((*path, "state", number))] = names.get(id(parameter)) or getattr(parameter, STAGE, "")
     return found
 
 
-def describe(name: str, tensor: torch.Tensor, processes: Processes, parameter: str) -> TensorDescription:
+def describe(name: str, tensor: torch.Tensor, processes: Processes, owner: str = "") -> TensorDescription:
     """The description of a tensor; raises if a checkpoint cannot store it."""
     if not isinstance(tensor, DTensor) and hasattr(tensor, "__tensor_flatten__"):
         raise CheckpointError(
@@ -268,8 +273,8 @@ def describe(name: str, tensor: torch.Tensor, processes: Processes, parameter: s
                 f"{name} is on ranks {sorted(outside)[:8]}, which do not take part",
                 hint="use a larger process_group",
             )
-    if parameter:
-        layout += f", of {parameter}"
+    if owner:
+        layout += f", of {owner}"
     return TensorDescription(NAMES[tensor.dtype], tuple(tensor.shape), layout)
 
 
