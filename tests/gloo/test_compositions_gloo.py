@@ -22,6 +22,7 @@ SAMPLE = [
     Case("plan", ("cp", "ep"), "dropout"),
     Case("fsdp", ("ep", "tp"), "accumulation"),
     Case("fsdp", ("dp", "cp"), "compiled"),
+    Case("fsdp", ("dp", "cp"), "captured"),
 ]
 
 

@@ -11,7 +11,6 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -27,7 +26,6 @@ from shardwise.dispatch.signature import Executor, Signature, routes_between
 from shardwise.dispatch.traced_random import fill_in_graph, mask_in_graph
 from shardwise.errors import AgreementError
 from shardwise.fabric.base import device_of, fabric_of, nothing_of, of_one_rank, on_new_world
-from shardwise.fabric.rank_threads import rank_threads
 from shardwise.fabric.routes import bound_route
 from shardwise.local import coordinates_here
 from shardwise.plan.propagate import meta_tensor, replicated_spec
@@ -201,12 +199,7 @@ def _check_agreement(mesh: DeviceMesh) -> None:
     if not coordinates_here(mesh) or not fabric_of(mesh).one_rank:
         return
     state = hashlib.sha1(default_generator(device_of(mesh)).get_state().numpy().tobytes()).hexdigest()
-    # In a separate thread: in a tracing thread torch calls collectives with Python's lock held, and gloo's threads wait
-    # for that lock while holding one of theirs. Ranks that are threads have no such threads.
-    with ThreadPoolExecutor(1) as thread:
-        run = (lambda function: function()) if rank_threads() else (lambda function: thread.submit(function).result())
-        states = run(lambda: fabric_of(mesh).agree(mesh, state, torch.empty(0)))
-    if len(set(states)) > 1:
+    if len(set(fabric_of(mesh).agree(mesh, state, torch.empty(0)))) > 1:
         raise AgreementError(
             f"the ranks of {mesh} trace a program that draws random numbers with different random states",
             hint="call shardwise.manual_seed(seed) with one seed on every rank before the compiled program first runs",

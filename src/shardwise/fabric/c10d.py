@@ -9,6 +9,7 @@ import atexit
 import functools
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import reduce
 from typing import Any, TypeVar
@@ -161,7 +162,11 @@ class C10dFabric(ProcessGroups):
             return [facts] * mesh.size()
         said: list[Any] = [None] * mesh.size()
         ranks = self._line(mesh, tuple(range(mesh.ndim))).ranks
-        self._run_checked(ranks, "ranks compare", lambda: dist.all_gather_object(said, facts, group=group))
+
+        def gather() -> None:
+            dist.all_gather_object(said, facts, group=group)
+
+        self._run_checked(ranks, "ranks compare", lambda: _unrecorded_call(gather, mesh.device_type))
         return said
 
     # ---------------------------------------------------------------- steps
@@ -452,3 +457,25 @@ c10d = register(C10dFabric())
 rank_state.append(c10d.exchange)
 os.register_at_fork(after_in_child=c10d.after_fork)
 atexit.register(c10d.end)
+
+
+def _unrecorded_call(function: Callable[[], None], device_type: str) -> None:
+    """Call a function that communicates and is no part of the program; in a separate thread while operators are recorded.
+
+    Tracers and captured functions see the operators of their own thread alone. In a tracing thread torch also calls
+    collectives with Python's lock held, and gloo's threads wait for that lock while holding one of theirs. Ranks that
+    are threads have no such threads.
+    """
+    if rank_threads() is not None or not (is_tracing() or dispatch_mode_count()):
+        function()
+        return
+    device = None if device_type == "cpu" else torch.get_device_module(device_type)
+    current = None if device is None else device.current_device()
+
+    def call() -> None:
+        if device is not None:  # each thread has its own
+            device.set_device(current)
+        function()
+
+    with ThreadPoolExecutor(1) as thread:
+        thread.submit(call).result()
