@@ -460,7 +460,7 @@ atexit.register(c10d.end)
 
 
 def _unrecorded_call(function: Callable[[], None], device_type: str) -> None:
-    """Call a function that communicates and is no part of the program; in a separate thread while operators are recorded.
+    """Call a function that communicates and is no part of the program: while one is recorded, in a separate thread.
 
     Tracers and captured functions see the operators of their own thread alone. In a tracing thread torch also calls
     collectives with Python's lock held, and gloo's threads wait for that lock while holding one of theirs. Ranks that
