@@ -281,7 +281,7 @@ def test_what_is_refused() -> None:
     with pytest.raises(sw.LayoutError, match="weights"):
         back(rows, torch.ones(8, 3))
     experts, other = laid(torch.randn(4, 4, 4), mesh, [R, S0]), sw.moe.dispatch(x, ids + 1, 4, axis="b")[1]
-    with pytest.raises(RuntimeError, match="offs"):  # those of another dispatch
+    with pytest.raises(sw.LayoutError, match="offs"):  # those of another dispatch
         F.grouped_mm(sw.moe.dispatch(x, ids + 3, 4, axis="b")[0], experts, offs=other.offs)
 
 
