@@ -304,6 +304,71 @@ def cache_that_was_filled_before(wrap: Wrap) -> list[Any]:
     return found
 
 
+class Settings:
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+
+
+@case
+def results_of_cached_functions(wrap: Wrap) -> list[Any]:
+    settings = functools.cache(lambda: Settings())
+    tables = functools.lru_cache(lambda name: [Settings(len(name))])
+    step = wrap(lambda x: x * settings().scale + tables("ab")[0].scale * tables("a")[0].scale)
+    found = seen(step)
+    settings().scale = 5.0
+    found += seen(step)
+    for name in ("a", "ab", "a", "abc"):  # the order of last use is another one
+        tables(name)[0].scale += 2.0
+        found += seen(step, calls=3)
+    settings.cache_clear()
+    found += seen(step, calls=4)
+    settings.cache_clear()
+    settings().scale = 9.0
+    return found + seen(step)
+
+
+@case
+def tensors_that_a_cached_function_keeps(wrap: Wrap) -> list[Any]:
+    table = functools.lru_cache(lambda size: torch.full((size,), 2.0))
+    step = wrap(lambda x: x.full_tensor() * table(4))
+    found = seen(step)
+    table(4).fill_(5.0)
+    found += seen(step)
+    table.cache_clear()
+    return found + seen(step)
+
+
+@case
+def entries_of_a_full_cache(wrap: Wrap) -> list[Any]:
+    box = [1.0]
+
+    @functools.lru_cache(maxsize=1)
+    def number(name: str) -> float:
+        return box[0] * len(name)
+
+    step = wrap(lambda x: x * number("a"))
+    found = seen(step)
+    box[0] = 5.0
+    found += seen(step)  # the result from before
+    number("ab")
+    number("a")  # in the same entry, under the same name
+    found += seen(step)
+    box[0] = 1.0
+    return found + seen(step)
+
+
+@case
+def gradients_by_a_generator(wrap: Wrap) -> list[Any]:
+    torch.manual_seed(0)
+    layer = nn.Linear(4, 4)
+
+    def function(x: Any) -> Any:
+        loss = layer(x.full_tensor()).square().sum()
+        return *torch.autograd.grad(loss, layer.parameters()), loss.detach()
+
+    return seen(wrap(function))
+
+
 @case
 def ranges_and_slices(wrap: Wrap) -> list[Any]:
     step = wrap(lambda x, numbers, part: x[:, part] * numbers.stop)

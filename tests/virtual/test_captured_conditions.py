@@ -107,6 +107,24 @@ def test_a_value_of_the_state_is_read() -> None:
         assert bits(step(x, torch.tensor(5.0))) == bits(function(x, torch.tensor(5.0)))
 
 
+def test_a_branch_that_sets_an_attribute_of_the_argument() -> None:
+    count = torch.zeros(())
+
+    def function(x: Any) -> Any:
+        count.add_(1)
+        if x.sum() > 0:
+            return x + 1
+        x.mark = 1
+        return x - 1
+
+    step = captured(function, reads="guard")
+    signs = (-1.0, -1.0, -1.0, 1.0, 1.0, 1.0, 1.0, -1.0, -1.0, 1.0, -1.0)
+    for calls, sign in enumerate(signs, 1):
+        x = torch.full((4,), sign)
+        assert torch.equal(step(x), torch.full((4,), 2 * sign))
+        assert (getattr(x, "mark", None), count.item()) == (1 if sign < 0 else None, calls)
+
+
 def test_programs_are_bounded() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

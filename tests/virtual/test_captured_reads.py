@@ -1,8 +1,11 @@
 """Whatever a captured function reads: a change of it is noticed, or the function is refused by name."""
 
+import array
 import contextvars
+import functools
 import os
 import threading
+import types
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +65,34 @@ def test_dicts_are_compared_by_their_contents_where_versions_are_wrong(
             assert step(x).full_tensor().tolist() == [width] * 4
     finally:
         dict_versions.versions_are_right.cache_clear()
+
+
+def test_a_cached_function_that_read_what_cannot_be_compared() -> None:
+    held = {"number": 1.0}
+    proxy = types.MappingProxyType(held)
+
+    @functools.lru_cache
+    def number() -> float:
+        return proxy["number"]
+
+    number()
+    step = captured(lambda x: x * number())
+    for _ in range(4):
+        assert step(torch.ones(1)).item() == 1.0
+    held["number"] = 5.0
+    assert step(torch.ones(1)).item() == 1.0  # as eager: the result is kept
+    number.cache_clear()
+    assert step(torch.ones(1)).item() == 5.0
+    with pytest.raises(UnsupportedError, match="mappingproxy"):
+        step(torch.ones(1))
+
+
+def test_results_of_a_cached_function_that_cannot_be_followed() -> None:
+    numbers = functools.cache(lambda: array.array("d", [1.0]))
+    step = captured(lambda x: x * numbers()[0])
+    assert step(torch.ones(1)).item() == 1.0
+    with pytest.raises(UnsupportedError, match="a result of"):
+        step(torch.ones(1))
 
 
 def test_arguments_in_one_memory() -> None:

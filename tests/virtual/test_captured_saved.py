@@ -140,6 +140,42 @@ def test_programs_that_a_file_cannot_hold(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_step_that_changes_a_list_is_not_saved(tmp_path: Path) -> None:
+    counts = [0]
+
+    def counted(x: torch.Tensor) -> torch.Tensor:
+        counts[0] += 1
+        return x + 1
+
+    step = sw.captured(counted)
+    for _ in range(4):
+        step(torch.ones(1))
+    with pytest.raises(UnsupportedError, match="replaces, which a file cannot hold"):
+        step.save(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("make", [lambda x: [x], lambda x: {"x": x}])
+def test_one_container_in_two_places_is_not_saved(make: Any, tmp_path: Path) -> None:
+    def function(x: torch.Tensor) -> Any:
+        held = make(x + 1)
+        return held, (held, 1)
+
+    def copied(x: torch.Tensor) -> Any:
+        pair = (x + 1, 1)
+        return make(pair), make(pair), pair
+
+    step, other = sw.captured(function), sw.captured(copied)
+    for _ in range(4):
+        step(torch.ones(1))
+        other(torch.ones(1))
+    with pytest.raises(UnsupportedError, match="in two places"):
+        step.save(tmp_path)
+    assert not list(tmp_path.iterdir())
+    other.save(tmp_path)
+    assert sw.load_captured(tmp_path)(torch.ones(1)) == copied(torch.ones(1))
+
+
 def test_random_numbers(tmp_path: Path) -> None:
     x = sw.ones(8, device_mesh=mesh_of(2), placements=[sw.Shard(0)])
 

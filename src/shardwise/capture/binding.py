@@ -112,6 +112,7 @@ class Binding:
         groups = [group for each in state.optimizers for group in each.param_groups]
         self._groups = [(group, group["params"]) for group in groups]
         self._making = [(group, name, bool(group[name])) for group in groups for name in MAKING_STATES if name in group]
+        self._cached = state.cached
         self._variables = [(held, held.get(MISSING)) for held in whole if isinstance(held, ContextVar)]
         self._slots = [(each, name, getattr(each, name, None)) for each, names in state.slotted for name in names]
         self._functions = [
@@ -173,6 +174,8 @@ class Binding:
             yield f"bool({{}}.get({name!r})) is {was}", (group,)
         for variable, was in self._variables:
             yield "{}.get({}) is {}", (variable, MISSING, was)
+        for function, misses in self._cached:
+            yield f"{{}}.cache_info().misses == {misses}", (function,)
         for each, name, was in self._slots:
             yield f"getattr({{}}, {name!r}, None) is {{}}", (each, was)
 
@@ -220,6 +223,8 @@ class Binding:
         if not all(bool(group.get(name)) is was for group, name, was in self._making):
             return False
         if not all(variable.get(MISSING) is was for variable, was in self._variables):
+            return False
+        if not all(function.cache_info().misses == misses for function, misses in self._cached):
             return False
         return all(getattr(each, name, None) is was for each, name, was in self._slots) and self._same_rest()
 

@@ -214,7 +214,7 @@ class Captured(Generic[Result]):
             entry = binding.entries.get((ambient, quick))
             if entry is not None and entry.reads:
                 entry = self._matching(entry.key, _inputs(binding.inputs, args))
-            if entry is not None:
+            if entry is not None and not entry.uses_slots:  # containers of the arguments are not looked at here
                 return self._run(entry, binding, args, ())
         with self._lock:
             state = self._reach() if binding is None else binding.state

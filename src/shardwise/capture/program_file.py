@@ -38,7 +38,7 @@ from shardwise.errors import LayoutError, ShardwiseError, UnsupportedError
 from shardwise.fabric.base import fabric_of
 from shardwise.torch_private import OpOverload
 
-__all__ = ["FORMAT", "SavedProgram", "decoded", "encoded"]
+__all__ = ["FORMAT", "SavedProgram", "check_effect", "decoded", "encoded"]
 
 FORMAT = "shardwise captured program 1"
 _NAMESPACES = frozenset({"aten", "prims"})
@@ -91,6 +91,7 @@ class _Writer:
         self.optimizers = optimizers
         self.meshes: list[DeviceMesh] = list(saved.program.facts.meshes)
         self.schemas: dict[str, str] = {}
+        self.containers: set[int] = set()  # descriptions of lists and dicts that were written
 
     def document(self) -> dict[str, Any]:
         saved, program = self.saved, self.saved.program
@@ -248,6 +249,10 @@ class _Writer:
                 raise _refused(f"an argument of the type {type(value).__name__}")
 
     def shape(self, shape: Any) -> Any:
+        if isinstance(shape, Tabled) or (isinstance(shape, Sequenced) and shape.kind is list):
+            if id(shape) in self.containers:
+                raise _refused("one list or dict in two places of its result", "return a copy of it in one of them")
+            self.containers.add(id(shape))
         match shape:
             case Root(position):
                 return {"root": position}
@@ -268,9 +273,14 @@ class _Writer:
                 raise _refused("a result that is no tensor, number, list, tuple or dict")
 
     def effect(self, effect: Effect) -> dict[str, Any]:
-        if effect.kind != "grad":
-            raise _refused("an attribute, container or local that it replaces")
+        check_effect(effect)
         return {"grad_of": effect.target, "value": self.shape(effect.value)}
+
+
+def check_effect(effect: Effect) -> None:
+    """Raise unless a file can hold this change."""
+    if effect.kind != "grad":
+        raise _refused("an attribute, container or local that it replaces")
 
 
 def encoded(saved: SavedProgram, optimizers: Mapping[int, str]) -> str:

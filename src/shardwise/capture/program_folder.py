@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.capture.program import Root, Sequenced, Tabled
-from shardwise.capture.program_file import SavedProgram, encoded
+from shardwise.capture.program_file import SavedProgram, check_effect, encoded
 from shardwise.capture.roots import NamedMemories, RootFact
 from shardwise.errors import UnsupportedError
 
@@ -32,6 +32,8 @@ def save_program(path: str | os.PathLike[str], recorded: SavedProgram, objects: 
         recorded: the program, without names and with the facts of all tensors that were there.
         objects: what holds the tensors that it uses, by name.
     """
+    for effect in recorded.effects:
+        check_effect(effect)
     roots = recorded.roots
     used = _positions(recorded)
     named = NamedMemories(objects)

@@ -10,6 +10,7 @@ import abc
 import collections
 import enum
 import functools
+import gc
 import os
 import re
 import sys
@@ -128,6 +129,7 @@ class Reachable:
         self.objects: list[Any] = []
         self.slotted: list[tuple[Any, tuple[str, ...]]] = []  # objects with attributes outside of a dict
         self.generators: list[torch.Generator] = []
+        self.cached: list[tuple[Any, int]] = []  # cached functions, each with how often it has run
         self.classes: list[type] = []  # those whose dicts were looked at
         self.states: set[int] = set()  # positions of tensors that only the step of an optimizer uses
         self.known = known
@@ -305,6 +307,7 @@ class Reachable:
             self._class(value, path)
         elif isinstance(value, _CACHED):
             self._identity(value)
+            self._results(value, path)
             self._cached(value.__wrapped__, path)
             self._attributes(value, path)
         elif isinstance(value, staticmethod | classmethod):
@@ -395,10 +398,29 @@ class Reachable:
                 self.classes.append(base)
                 self._identity(forward)
 
+    def _results(self, value: Any, path: str) -> None:
+        """What a cached function of the program keeps: it is read instead of computed, and can change by itself."""
+        code = getattr(value.__wrapped__, "__code__", None)
+        if code is not None and (is_own_code(code.co_filename) or not is_program_code(code.co_filename)):
+            return
+        found = results_of_cache(value)
+        if found is None:
+            self.problems.append(f"{path}, whose results cannot be seen")
+            return
+        entries, results = found
+        misses = value.cache_info().misses  # an entry of a full cache is used again for another result
+        self.cached.append((value, misses))
+        self.slots.append(Slots(entries, f"the cache of {path}"))
+        self._kept += entries.values()
+        self.parts.append((misses, *map(id, entries.values())))
+        for result in results:
+            self.visit(result, f"a result of {path}")
+
     def _cached(self, function: Any, path: str) -> None:
         """A function whose results are kept, and may have been computed before the first call, so that it never runs.
 
-        All that it reads counts. Objects that cannot be compared do not prevent a program as long as it has not run.
+        All that it reads counts. Objects that cannot be compared do not prevent a program as long as it has not run:
+        its results are compared, and it runs again only if they are gone.
         """
         if not isinstance(function, types.FunctionType) or function.__code__ in self.codes or self.knows(function):
             return
@@ -627,6 +649,41 @@ def _is_program_class(kind: type) -> bool:
             return True
     functions = [item for item in vars(kind).values() if isinstance(item, types.FunctionType)]
     return any(is_program_code(function.__code__.co_filename) for function in functions)
+
+
+def results_of_cache(function: Any) -> tuple[dict[Any, Any], list[Any]] | None:
+    """The dict in which `functools.cache` or `lru_cache` keeps the results of a function, and these in its order.
+
+    Python shows both to its garbage collector alone. A bounded cache holds its results in links: the collector is given
+    key and result of each, in the order of their last use.
+
+    Returns:
+        None if they are not found where they should be.
+
+    Example:
+        >>> cached = functools.lru_cache(lambda name: [name])
+        >>> _ = cached("a"), cached("b"), cached("a")
+        >>> results_of_cache(cached)[1]
+        [['a'], ['b']]
+    """
+    info, referents = function.cache_info(), gc.get_referents(function)
+    is_bounded = info.maxsize is not None
+    for entries in referents:
+        if entries.__class__ is not dict or entries is function.__dict__ or len(entries) != info.currsize:
+            continue
+        if not is_bounded:
+            return entries, list(entries.values())
+        if all(type(each).__name__ == "_lru_list_elem" for each in entries.values()):
+            break
+    else:
+        return None
+    keys, found, at = set(map(id, entries)), dict[int, Any](), 0
+    while at + 1 < len(referents) and len(found) < len(keys):
+        if id(referents[at]) in keys:
+            found[id(referents[at])] = referents[at + 1]
+            at += 1
+        at += 1
+    return (entries, [found[id(key)] for key in entries]) if len(found) == len(keys) else None
 
 
 def storage_key(part: torch.Tensor) -> int:

@@ -6,7 +6,7 @@ import gc
 import inspect
 import sys
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import Any
 
@@ -218,6 +218,8 @@ class Watch:
         inputs = given["inputs"]
         if isinstance(inputs, torch.Tensor | GradientEdge):
             inputs = [inputs]
+        elif not isinstance(inputs, Sequence):  # a generator can be read once, by autograd
+            inputs = None
         self.spent |= _leading_to(inputs, found) if inputs else found.keys()
 
 
