@@ -426,7 +426,7 @@ class NotCopied(nn.Linear):
 def test_a_shared_module_that_cannot_be_copied_is_refused() -> None:
     layer = NotCopied(2, 2)
     mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
-    with pytest.raises(sw.UnsupportedError, match="NotCopied belongs to several stages.*there is only one"):
+    with pytest.raises(sw.UnsupportedError, match=r"NotCopied belongs to several stages.*there is only one"):
         sw.pipeline(nn.Sequential(layer, layer), mesh["pp"], microbatches=1)
 
 

@@ -356,8 +356,7 @@ class Pipeline:
                 )
             parts, are_wide = torch.stack([norm.full_tensor() for norm in norms]).unbind(1)
             total = torch.linalg.vector_norm(parts, norm_type)
-            is_wide = fabric_of(self.meshes[stage]).has_values and bool(are_wide.any())
-            totals.append(total if is_wide else total.to(torch.float32))
+            totals.append(total if are_wide.any() else total.to(torch.float32))
         return totals
 
     def _gradient_norm(self, stage: int, norm_type: float) -> Any:
