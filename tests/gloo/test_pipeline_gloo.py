@@ -72,6 +72,104 @@ def train_on_eight(schedule: str, chunks: int, steps: int) -> tuple[list[float],
     return train(pipe, 8, steps), {name: whole(value) for name, value in pipe.named_parameters()}
 
 
+class DropsOut(nn.Module):
+    """Dropout of a replicated DTensor; keeps what this rank dropped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(16))
+        self.masks = list[list[bool]]()
+
+    def forward(self, x: Any) -> Any:
+        result = nn.functional.dropout(x * self.weight, 0.5)
+        self.masks.append(result._local_tensor.ne(0).flatten().tolist())
+        return result
+
+
+def drops_out(stages: int) -> tuple[list[list[bool]], list[bool]]:
+    """The masks of this rank in two steps, and a draw after them. Ranks begin with other seeds."""
+    mesh = sw.init_device_mesh("cpu", (stages, 4 // stages), mesh_dim_names=("pp", "tp"))
+    layers = [DropsOut() for _ in range(stages)]
+
+    def lay(stage: nn.Module, mesh: sw.DeviceMesh, number: int) -> None:
+        for layer in stage.modules():
+            if isinstance(layer, DropsOut):
+                layer.weight = nn.Parameter(sw.distribute_tensor(torch.ones(16), mesh, [sw.Replicate()]))
+
+    pipe = sw.pipeline(nn.Sequential(*layers), mesh["pp"], microbatches=3, parallelize=lay)
+    torch.manual_seed(dist.get_rank())
+    x, y = (
+        sw.distribute_tensor(torch.ones(3, 16), pipe.meshes[end], [sw.Replicate()], src_data_rank=None)
+        for end in (0, -1)
+    )
+
+    for _ in range(2):
+        pipe.step(x, y, nn.functional.mse_loss)
+    mine = pipe.meshes[pipe._here[0]]
+    after = nn.functional.dropout(sw.ones(16, device_mesh=mine))._local_tensor.ne(0).tolist()
+    return [mask for layer in layers for mask in layer.masks], after
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("stages", [1, 2])
+def test_ranks_of_a_stage_draw_alike_whatever_their_seeds(gloo4: ProcessPool, stages: int) -> None:
+    answers = gloo4.run(drops_out, stages, timeout=120)
+    width = 4 // stages
+    for rank, (masks, after) in enumerate(answers):
+        assert (masks, after) == answers[rank - rank % width]
+        assert len({tuple(mask) for mask in masks}) == 6  # other ones in each microbatch and step
+
+
+class Hides(nn.Module):
+    """A module around another, whose parameters have other names."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def fails_outside_of_actions(how: str) -> tuple[float, str]:
+    """The norm on a process with a stage or without, and the error of a stage that fails later."""
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    if how == "ties":
+        layers[1].weight = layers[0].weight
+
+    def lay(stage: nn.Module, mesh: sw.DeviceMesh, number: int) -> nn.Module:
+        return Hides(stage) if how == "ties" and number == 1 else stage
+
+    meshes = [sw.DeviceMesh("cpu", [rank]) for rank in (0, 1)]
+    pipe = sw.pipeline(layers, meshes, microbatches=1, parallelize=lay)
+    norm, x = -1.0, torch.ones(2, 2)
+    if how == "clipping":
+        for parameter in pipe.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        norm = float(pipe.clip_grad_norm_(100.0))
+        if dist.get_rank() == 1:
+            next(pipe.parameters()).grad = torch.ones(2, 2).to_sparse()
+    try:
+        if how == "clipping":
+            pipe.clip_grad_norm_(100.0)
+        else:
+            pipe.step(x, x, nn.functional.mse_loss)
+    except Exception as error:
+        return norm, str(error)
+    return norm, ""
+
+
+@pytest.mark.parametrize(("how", "cause"), [("clipping", "NotImplementedError"), ("ties", "AttributeError")])
+def test_failures_outside_of_actions_are_reported(how: str, cause: str) -> None:
+    """One process of three has no stage, and takes no part."""
+    answers = run_processes(fails_outside_of_actions, 3, how, timeout=90)
+    if how == "clipping":
+        assert [norm for norm, _ in answers] == [pytest.approx(12**0.5), pytest.approx(12**0.5), 0]
+    assert f"a rank of stage 1 failed outside of its actions: {cause}" in answers[0][1]
+    assert answers[1][1]
+    assert not answers[2][1]
+
+
 class FailingBackward(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:

@@ -370,3 +370,127 @@ def test_a_list_of_stages_is_named_by_their_numbers() -> None:
     assert stages[1].weight.detach().eq(1).all()
     with pytest.raises(RuntimeError, match=r"Missing key.*1\.weight"):
         pipe.load_state_dict({"0.weight": values["0.weight"]})
+
+
+def test_a_module_may_occur_several_times() -> None:
+    """In one stage or in several, with parameters or without: processes have their own, and so have virtual ranks."""
+    act, layer = nn.ReLU(), nn.Linear(4, 4)
+    model = nn.Sequential(layer, act, nn.Linear(4, 4), act, layer, act, layer)
+    reference = copy.deepcopy(model)
+    mesh = sw.init_device_mesh("cpu", (3,), mesh_dim_names=("pp",))
+    pipe = sw.pipeline(model, mesh["pp"], split=["3", "5"], microbatches=2)
+    x, y = torch.randn(4, 4), torch.randn(4, 4)
+    own = [dict(stage.named_parameters()) for stage in pipe.stages.values()]
+    assert [len(found) for found in own] == [4, 2, 2]
+    assert len({id(parameter) for found in own for parameter in found.values()}) == 8
+    for _ in range(2):
+        want = nn.functional.mse_loss(reference(x), y)
+        want.backward()
+        torch.testing.assert_close(pipe.step(x, y, nn.functional.mse_loss), want)
+    expected = dict(reference.named_parameters(remove_duplicate=False))
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+class Wraps(nn.Module):
+    """Has parameters and buffers of a module below it."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)
+
+
+def test_stages_share_no_buffers_of_modules() -> None:
+    inner = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    first, second = Wraps(inner), Wraps(inner)
+    mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    pipe = sw.pipeline([first, second], mesh["pp"], microbatches=1)
+    assert pipe.stages[0] is first
+    assert first.inner is inner
+    pipe.step(torch.randn(4, 2), torch.zeros(4, 2), nn.functional.mse_loss)
+    counts = [int(stage.get_buffer("inner.1.num_batches_tracked")) for stage in pipe.stages.values()]
+    assert counts == [1, 1]
+    weights = [stage.get_parameter("inner.0.weight") for stage in pipe.stages.values()]
+    assert weights[0] is not weights[1]
+    assert torch.equal(*(weight.grad for weight in weights))
+
+
+class NotCopied(nn.Linear):
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise TypeError("there is only one")
+
+
+def test_a_shared_module_that_cannot_be_copied_is_refused() -> None:
+    layer = NotCopied(2, 2)
+    mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    with pytest.raises(sw.UnsupportedError, match=r"NotCopied belongs to several stages.*there is only one"):
+        sw.pipeline(nn.Sequential(layer, layer), mesh["pp"], microbatches=1)
+
+
+def tied_and_frozen() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    model[0].weight.requires_grad_(False)
+    return model
+
+
+def test_frozen_tied_parameters_have_no_gradient() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    pipe = sw.pipeline(tied_and_frozen(), mesh["pp"], split=["2"], microbatches=2)
+    frozen = [pipe.stages[0].get_parameter("0.weight"), pipe.stages[1].get_parameter("2.weight")]
+    before = frozen[0].clone()
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1, weight_decay=0.5)
+    pipe.step(torch.randn(4, 4), torch.randn(4, 4), nn.functional.mse_loss)
+    optimizer.step()
+    for weight in frozen:
+        assert weight.grad is None
+        assert torch.equal(weight, before)
+    frozen[0].requires_grad_(True)
+    with pytest.raises(
+        sw.LayoutError, match=r"0\.weight of stage 0, 2\.weight of stage 1 is frozen on some of its stages"
+    ):
+        pipe.step(torch.randn(4, 4), torch.randn(4, 4), nn.functional.mse_loss)
+
+
+@pytest.mark.parametrize("norm_type", [0.0, -1.0, float("-inf"), float("nan")])
+def test_norms_that_stages_cannot_add_are_refused(norm_type: float) -> None:
+    mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    pipe = sw.pipeline(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), mesh["pp"], microbatches=1)
+    for parameter in pipe.parameters():
+        parameter.grad = torch.full_like(parameter, 2.0)
+    with pytest.raises(sw.UnsupportedError, match=f"norm_type={norm_type}"):
+        pipe.clip_grad_norm_(1.0, norm_type)
+    assert all(parameter.grad is not None and parameter.grad.eq(2).all() for parameter in pipe.parameters())
+
+
+def test_norms_have_the_widest_dtype_of_the_stages() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3).double())
+    mesh = sw.init_device_mesh("cpu", (3,), mesh_dim_names=("pp",))
+    pipe = sw.pipeline(model, mesh["pp"], microbatches=1)
+    for parameter in pipe.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    reference = copy.deepcopy(model)
+    for parameter, copied in zip(model.parameters(), reference.parameters(), strict=True):
+        assert parameter.grad is not None
+        copied.grad = parameter.grad.clone()
+    want = nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
+    found = pipe.clip_grad_norm_(0.1)
+    assert found.dtype == want.dtype == torch.float64
+    torch.testing.assert_close(found, want)
+    for parameter, copied in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, copied.grad)
+
+
+def test_replaced_stages_are_followed() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    pipe = sw.pipeline(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), mesh["pp"], microbatches=1)
+    module, new = pipe.module, nn.Sequential()
+    new.add_module("1", nn.Linear(2, 2, bias=False))
+    pipe.stages[1] = new
+    assert [name for name, _ in pipe.named_parameters()] == ["0.weight", "0.bias", "1.weight"]
+    assert list(pipe.state_dict()) == ["0.weight", "0.bias", "1.weight"]
+    assert list(pipe.parameters())[-1] is new.get_parameter("1.weight")
+    assert pipe.module is module

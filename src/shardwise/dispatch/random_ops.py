@@ -34,7 +34,15 @@ from shardwise.rng.draw_blocks import default_generator, draw_blocks
 from shardwise.rng.random_fill import FILLS, FROM, IN_PLACE, Draw, fills
 from shardwise.torch_private import OpOverload
 
-__all__ = ["agree_on_state", "agree_once", "fill_parts", "filling", "random_executor"]
+__all__ = [
+    "agree_on_state",
+    "agree_once",
+    "agreements",
+    "fill_parts",
+    "filling",
+    "forget_agreements",
+    "random_executor",
+]
 
 aten = torch.ops.aten
 
@@ -178,7 +186,7 @@ def fill_parts(
     return _parts_of(spec).draw(op, numbers, generator)
 
 
-_agreed: set[DeviceMesh] = of_one_rank(set())
+_agreed: dict[DeviceMesh, None] = of_one_rank({})
 on_new_world += [_parts_of.cache_clear, _agreed.clear]
 
 
@@ -191,7 +199,22 @@ def agree_once(mesh: DeviceMesh) -> None:
             _check_agreement(mesh)
     else:
         agree_on_state(mesh)
-    _agreed.add(mesh)
+    _agreed[mesh] = None
+
+
+def agreements() -> int:
+    """The number of meshes whose ranks have agreed on a random state."""
+    return len(_agreed)
+
+
+def forget_agreements(known: int) -> list[DeviceMesh]:
+    """Forget all agreements but the first `known`, since random states were restored. Returns their meshes in order."""
+    fresh = list(_agreed)[known:]
+    for mesh in fresh:
+        del _agreed[mesh]
+    if fresh:
+        _parts_of.cache_clear()
+    return fresh
 
 
 def _check_agreement(mesh: DeviceMesh) -> None:

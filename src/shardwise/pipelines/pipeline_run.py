@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardwise.checkpoint.operations.save_checkpoint import STAGE
 from shardwise.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from shardwise.checkpoint.state_dicts.parameter_names import canonical_name
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Replicate
+from shardwise.dispatch.random_ops import agree_once, agreements, forget_agreements
 from shardwise.errors import LayoutError, PipelineError, UnsupportedError
 from shardwise.fabric.base import device_of, fabric_of
 from shardwise.fabric.dry import dry
@@ -174,18 +174,15 @@ class Pipeline:
         in_one: bool,
     ) -> None:
         self.meshes, self.table, self.microbatches = list(meshes), [list(actions) for actions in table], microbatches
-        self._ties = untie(stages)
+        untied, self._ties = untie(stages)
         fabric = fabric_of(meshes[0])
         self._here = [number for number, mesh in enumerate(meshes) if not fabric.is_outside(mesh)]
-        self.stages: dict[int, nn.Module] = {number: stages[number] for number in self._here}
+        self.stages: dict[int, nn.Module] = {number: untied[number] for number in self._here}
         if parallelize is not None:
             for number, stage in self.stages.items():
                 laid = parallelize(stage, meshes[number], number)
                 self.stages[number] = laid if isinstance(laid, nn.Module) else stage
-        for number, stage in self.stages.items():
-            for parameter in stage.parameters():
-                setattr(parameter, STAGE, f"stage {number}")
-        self.module = StageModules(self.stages, in_one=in_one)
+        self._module = StageModules(self.stages, in_one=in_one)
         link = fabric.stage_link(meshes)
         self._link: StageLink | None = link
         self._values: InProcess | OverLink = InProcess() if link is None else OverLink(link)
@@ -201,6 +198,12 @@ class Pipeline:
 
     # ---------------------------------------------------------------- as a module
 
+    @property
+    def module(self) -> StageModules:
+        """The stages of this process as one module."""
+        self._module.follow(self.stages)
+        return self._module
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """The parameters of the stages in this process."""
         yield from self.module.parameters()
@@ -213,7 +216,11 @@ class Pipeline:
     def state_dict(self) -> dict[str, Any]:
         """The state of the stages in this process, by names in the model: an entry of a checkpoint.
 
-        It loads into any number of stages, and into the model without stages.
+        Of an `nn.Sequential`, it loads into any number of stages, and into the model without stages. Of a list of
+        modules, names begin with the number of the stage: it loads into lists with the same modules.
+
+        A parameter that several stages share is stored for each of them. Its optimizer state loads only where it is
+        shared by as many stages, with the same names there.
 
         Example:
             >>> import shardwise as sw
@@ -297,11 +304,11 @@ class Pipeline:
 
         Args:
             max_norm: the largest norm.
-            norm_type: the order of the norm; `inf` for the largest absolute value.
+            norm_type: the order of the norm, more than 0; `inf` for the largest absolute value.
             error_if_nonfinite: raise an error if the norm is not finite.
 
         Returns:
-            The norm before clipping.
+            The norm before clipping, in float64 if gradients have it, else in float32. 0 on a process without stages.
 
         Example:
             >>> import shardwise as sw
@@ -312,6 +319,24 @@ class Pipeline:
             >>> pipe.clip_grad_norm_(1.0), next(pipe.parameters()).grad
             (tensor(2.), tensor([[0.5000]]))
         """
+        if not norm_type > 0:
+            raise UnsupportedError(
+                f"clip_grad_norm_ over stages: norm_type={norm_type}", hint="use a norm_type of more than 0, or inf"
+            )
+        with self._failures_reported():
+            totals = self._total_norms(norm_type)
+            if self._link is not None:
+                self._link.finish()
+        if not totals:
+            return torch.zeros(())
+        if error_if_nonfinite and not totals[0].isfinite():
+            raise PipelineError(f"the norm of the gradients over all stages is {totals[0]}, so they cannot be clipped")
+        for stage, total in zip(self._here, totals, strict=True):
+            torch.nn.utils.clip_grads_with_norm_(self.stages[stage].parameters(), max_norm, total)
+        return totals[0]
+
+    def _total_norms(self, norm_type: float) -> list[torch.Tensor]:
+        """The norm of the gradients of all stages, on each stage of this process."""
         own = {stage: self._gradient_norm(stage, norm_type) for stage in self._here}
         metas = {stage: ValueMeta.of(norm) for stage, norm in own.items()}
         for stage, norm in own.items():
@@ -329,25 +354,24 @@ class Pipeline:
                     if other == stage
                     else self._values.receive(key, meta.on(mesh), meta, (mesh, self.meshes[stage]))
                 )
-            parts = torch.stack([norm.full_tensor() for norm in norms])
-            totals.append(torch.linalg.vector_norm(parts, norm_type).to(torch.float32))
-        if self._link is not None:
-            self._link.finish()
-        if error_if_nonfinite and not totals[0].isfinite():
-            raise PipelineError(f"the norm of the gradients over all stages is {totals[0]}, so they cannot be clipped")
-        for stage, total in zip(metas, totals, strict=True):
-            torch.nn.utils.clip_grads_with_norm_(self.stages[stage].parameters(), max_norm, total)
-        return totals[0]
+            parts, are_wide = torch.stack([norm.full_tensor() for norm in norms]).unbind(1)
+            total = torch.linalg.vector_norm(parts, norm_type)
+            totals.append(total if are_wide.any() else total.to(torch.float32))
+        return totals
 
     def _gradient_norm(self, stage: int, norm_type: float) -> Any:
-        """The norm of the gradients of a stage, replicated on its mesh; tied parameters on their first stage alone."""
+        """The norm of the gradients of a stage, and 1 if it is float64, else 0; replicated on its mesh.
+
+        Tied parameters count on their first stage alone.
+        """
         module, mesh = self.stages[stage], self.meshes[stage]
         repeated = {id(module.get_parameter(name)) for tie in self._ties for at, name in tie[1:] if at == stage}
         gradients = [p.grad for p in module.parameters() if p.grad is not None and id(p) not in repeated]
         norm: Any = torch.nn.utils.get_total_norm(gradients, norm_type) if gradients else torch.zeros(())
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-        norm = norm.to(device_of(mesh), torch.float64)
-        return DTensor.from_local(norm, mesh, [Replicate()] * mesh.ndim, run_check=False)
+        is_wide = torch.full_like(norm, norm.dtype == torch.float64)
+        facts = torch.stack([norm, is_wide]).to(device_of(mesh), torch.float64)
+        return DTensor.from_local(facts, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
     # ---------------------------------------------------------------- a step
 
@@ -365,19 +389,23 @@ class Pipeline:
         """
         if are_states_recorded():
             raise UnsupportedError(
-                "captured: a step of a pipeline sends messages between ranks, and seeds random numbers anew each time",
+                "captured: a step of a pipeline sends messages between ranks, and sets the random seed in each step",
                 hint="call pipe.step outside of captured functions; compile the stages, in parallelize",
             )
         self._steps += 1
+        self._module.follow(self.stages)
         # A draw of each step, so that random numbers go on from the state of the generator
-        cpu = torch.device("cpu")
-        self._seed = int(torch.randint(2**62, (), device=cpu, generator=default_generator(cpu)))
-        with self._gradients_of_this_step():
-            return self._run_or_drop(inputs, target, loss_function)
-
-    def _run_or_drop(self, inputs: Any, target: Any, loss_function: Callable[[Any, Any], torch.Tensor]) -> Any:
-        try:
+        mesh = self.meshes[self._here[0] if self._here else 0]
+        device = device_of(mesh) if fabric_of(mesh).has_values else torch.device("cpu")
+        self._seed = int(torch.randint(2**62, (), device=device, generator=default_generator(device)))
+        with self._failures_reported(), self._gradients_of_this_step():
             return self._run(inputs, target, loss_function)
+
+    @contextlib.contextmanager
+    def _failures_reported(self) -> Iterator[None]:
+        """Inside, a failure drops the state of the step, and is reported to the other stages."""
+        try:
+            yield
         except PipelineError:
             self._drop()
             raise
@@ -509,13 +537,17 @@ class Pipeline:
 
     @contextlib.contextmanager
     def _drawing(self, action: Action) -> Iterator[None]:
-        """Inside, random numbers depend on the step, the stage and the microbatch, not on the order of actions."""
+        """Inside, random numbers depend on the step, the stage and the microbatch, not on the order of actions.
+
+        Ranks of a mesh that agree on a random state inside, at their first draw from a DTensor, agree on the state
+        outside and on the seed of the step as well.
+        """
         if not fabric_of(self.meshes[action.stage]).has_values:
             yield
             return
         devices = dict.fromkeys((torch.device("cpu"), device_of(self.meshes[action.stage])))
         generators = [default_generator(device) for device in devices]
-        before = [generator.get_state() for generator in generators]
+        before, known = [generator.get_state() for generator in generators], agreements()
         for generator in generators:
             generator.manual_seed(draw_seed(self._seed, action.stage, action.microbatch))
         try:
@@ -523,6 +555,11 @@ class Pipeline:
         finally:
             for generator, state in zip(generators, before, strict=True):
                 generator.set_state(state)
+            fresh = forget_agreements(known)
+        for mesh in fresh:
+            agree_once(mesh)
+            if fabric_of(mesh).one_rank and not fabric_of(mesh).is_outside(mesh):
+                self._seed = fabric_of(mesh).agree(mesh, self._seed, torch.empty(0))[0]
 
     def _received(self, stage: int, microbatch: int) -> list[Any]:
         """The arguments of a stage, which begin a separate autograd graph."""
@@ -602,6 +639,7 @@ class Pipeline:
     @contextlib.contextmanager
     def _gradients_of_this_step(self) -> Iterator[None]:
         """Inside, tied parameters have the gradients of this step alone, which their stages add; then all."""
+        self._check_ties()
         tied = [
             self.stages[stage].get_parameter(name) for tie in self._ties for stage, name in tie if stage in self.stages
         ]
@@ -618,10 +656,28 @@ class Pipeline:
             if gradient is not None:
                 parameter.grad = gradient if parameter.grad is None else gradient + parameter.grad
 
+    def _check_ties(self) -> None:
+        """Refuse tied parameters that are frozen on some of their stages, or since another step."""
+        for number, tie in enumerate(self._ties):
+            own = [(stage, name) for stage, name in tie if stage in self.stages]
+            if not own:
+                continue
+            needed = {stage: meta.needs_grad for stage, meta in self._tied_metas(number).items()}
+            needed_now = needed | {stage: self.stages[stage].get_parameter(name).requires_grad for stage, name in own}
+            if needed_now != needed or len(set(needed.values())) > 1:
+                places = ", ".join(f"{name} of stage {stage}" for stage, name in tie)
+                raise LayoutError(
+                    f"the tied parameter {places} is frozen on some of its stages, or was in an earlier step",
+                    hint="set requires_grad alike on all stages before the first step; make another pipeline to change "
+                    "it later",
+                )
+
     def _add_tied_gradients(self) -> None:
         """Set the gradient of each tied parameter, on all of its stages, to the sum of their gradients."""
         for number, tie in enumerate(self._ties):
             own = [(stage, name) for stage, name in tie if stage in self.stages]
+            if not own or not self._tied_metas(number)[own[0][0]].needs_grad:
+                continue
             parameters = {stage: self.stages[stage].get_parameter(name) for stage, name in own}
             mine = {stage: _gradient_of(parameter) for stage, parameter in parameters.items()}
             for stage, gradient in mine.items():

@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.checkpoint.operations.save_checkpoint import STAGE
+
 __all__ = ["StageModules"]
 
 
@@ -29,12 +31,22 @@ class StageModules(nn.Module):
 
     def __init__(self, stages: Mapping[int, nn.Module], *, in_one: bool) -> None:
         super().__init__()
+        self._in_one = in_one
         self._omitted: dict[str, str] = {}
-        for number, stage in stages.items():
-            name = f"stage{number}" if in_one else str(number)
+        self.follow(stages)
+
+    def follow(self, stages: Mapping[int, nn.Module]) -> None:
+        """Contain these stages instead; their parameters learn their stage."""
+        named = {f"stage{number}" if self._in_one else str(number): stage for number, stage in stages.items()}
+        if named == self._modules:
+            return
+        self._modules.clear()
+        for name, stage in named.items():
             self.add_module(name, stage)
-            if in_one:
-                self._omitted[name] = name
+        self._omitted = {name: name for name in named} if self._in_one else {}
+        for number, stage in stages.items():
+            for parameter in stage.parameters():
+                setattr(parameter, STAGE, f"stage {number}")
 
     def forward(self, *_: Any) -> Any:
         """Not available: stages run by their schedule."""

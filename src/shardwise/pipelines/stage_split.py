@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import collections
+import copy
 import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 
-from shardwise.errors import LayoutError
+from shardwise.errors import LayoutError, UnsupportedError
 
 __all__ = ["Tie", "split_model", "untie"]
 
@@ -33,9 +35,10 @@ def split_model(model: nn.Module | Sequence[nn.Module], split: Any, stages: int)
         if len(given) != stages:
             raise LayoutError(f"{len(given)} modules for {stages} stages", hint="one module for each stage")
         return given
-    names = [name for name, _ in model.named_children()]
+    children = dict(zip(model._modules, model, strict=True))  # a module may occur several times
+    names = list(children)
     if split == "auto":
-        cuts = _balanced([_weight(child) for child in model.children()], stages)
+        cuts = _balanced([_weight(child) for child in children.values()], stages)
     else:
         cuts = [0, *(_position(names, name) for name in split), len(names)]
     if len(cuts) != stages + 1 or any(a >= b for a, b in itertools.pairwise(cuts)):
@@ -47,7 +50,7 @@ def split_model(model: nn.Module | Sequence[nn.Module], split: Any, stages: int)
     for first, last in itertools.pairwise(cuts):
         stage = nn.Sequential()
         for name in names[first:last]:
-            stage.add_module(name, getattr(model, name))
+            stage.add_module(name, children[name])
         made.append(stage)
     return made
 
@@ -88,19 +91,63 @@ def _balanced(weights: Sequence[int], stages: int) -> list[int]:
     return best[stages][count][1]
 
 
-def untie(stages: Sequence[nn.Module]) -> list[Tie]:
-    """Give each stage its own copy of parameters that several stages share (tied embeddings). Returns the ties."""
+def untie(stages: Sequence[nn.Module]) -> tuple[list[nn.Module], list[Tie]]:
+    """Give each stage its own copy of parameters that several stages share (tied embeddings).
+
+    Modules with parameters or buffers that several stages share are copied, too.
+
+    Returns:
+        The stages, and the ties.
+    """
     places: dict[nn.Parameter, dict[int, list[str]]] = {}
     for number, stage in enumerate(stages):
         for name, parameter in stage.named_parameters(remove_duplicate=False):
             places.setdefault(parameter, {}).setdefault(number, []).append(name)
-    ties = []
-    for parameter, found in places.items():
-        if len(found) > 1:
-            ties.append([(number, names[0]) for number, names in found.items()])
-            for number, names in list(found.items())[1:]:
-                own = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-                for name in names:
-                    owner, _, last = name.rpartition(".")
-                    setattr(stages[number].get_submodule(owner), last, own)
-    return ties
+    tied = {parameter: found for parameter, found in places.items() if len(found) > 1}
+    counts = collections.Counter(module for stage in stages for module in stage.modules())
+    shared = {module for module, count in counts.items() if count > 1 and _has_state(module)}
+    seen = set[nn.Module]()
+    made = list[nn.Module]()
+    for number, stage in enumerate(stages):
+        repeated = {parameter for parameter, found in tied.items() if number in found and number != next(iter(found))}
+        own = {id(p): nn.Parameter(p.detach().clone(), p.requires_grad) for p in repeated}
+        mine = set(stage.modules())
+        made.append(_with_own(stage, shared & seen, dict(own)))
+        seen |= mine
+        for parameter in repeated:
+            for name in tied[parameter][number]:
+                owner, _, last = name.rpartition(".")
+                setattr(made[number].get_submodule(owner), last, own[id(parameter)])
+    return made, [[(number, names[0]) for number, names in found.items()] for found in tied.values()]
+
+
+def _has_state(module: nn.Module) -> bool:
+    return any(True for _ in itertools.chain(module.parameters(), module.buffers()))
+
+
+def _with_own(stage: nn.Module, others: set[nn.Module], copies: dict[int, Any]) -> nn.Module:
+    """A stage with copies of the modules that other stages have as well.
+
+    Args:
+        stage: the stage, which is changed.
+        others: the modules to copy.
+        copies: of tensors and modules, by the id of the original.
+    """
+
+    def own(module: nn.Module) -> nn.Module:
+        try:
+            return copy.deepcopy(module, copies)
+        except Exception as error:
+            raise UnsupportedError(
+                f"a {type(module).__name__} belongs to several stages, and cannot be copied: "
+                f"{type(error).__name__}: {error}",
+                hint="create a module for each stage; those modules may share their parameters",
+            ) from error
+
+    if stage in others:
+        return own(stage)
+    for module in list(stage.modules()):
+        for name, child in module._modules.items() if module not in others else ():
+            if child in others:
+                module._modules[name] = own(child)
+    return stage
