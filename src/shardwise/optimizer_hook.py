@@ -1,6 +1,6 @@
 """Gradients get the layout of their parameters before an optimizer steps, and so does state that is made from them.
 
-An optimizer that was made before its model was sharded has parameters that no module has: it is refused.
+An optimizer that was made before its model was sharded has parameters that no module has: its step is refused.
 
 The gradient of a replicated parameter may still be Partial. An optimizer that copies it (`momentum_buffer`) would copy
 the layout too.
@@ -50,9 +50,9 @@ def align_gradients(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: An
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             grad = parameter.grad
-            if grad is None:
+            if parameter.requires_grad:  # the step changes no others
                 _refuse_replaced(optimizer, parameter)
-            elif isinstance(grad, DTensor) and isinstance(parameter, DTensor) and _differs(grad._spec, parameter._spec):
+            if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and _differs(grad._spec, parameter._spec):
                 found.append(parameter)
     if modes.is_strict():
         return
@@ -65,7 +65,7 @@ def align_gradients(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: An
 
 
 def _refuse_replaced(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
-    """Refuse a parameter that no module has: its gradient stays None, and the step would change nothing."""
+    """Refuse a parameter that no module has, as far as is known: no gradient has reached it since it was replaced."""
     if (who := is_replaced(parameter)) is not None:
         raise LayoutError(
             f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that the model no longer "
