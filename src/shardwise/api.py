@@ -30,7 +30,6 @@ __all__ = [
     "cut_block",
     "distribute_module",
     "distribute_tensor",
-    "is_replaced",
     "mark_replaced",
     "parameters_of",
     "replicate_rest",
@@ -258,8 +257,3 @@ def mark_replaced(who: str, before: list[nn.Parameter], *modules: nn.Module) -> 
 
 def _unmark(parameter: torch.Tensor) -> None:
     parameter.__dict__.pop(REPLACED, None)
-
-
-def is_replaced(parameter: torch.Tensor) -> str | None:
-    """The function that replaced this parameter in its module, if one did."""
-    return getattr(parameter, REPLACED, None)

@@ -237,7 +237,7 @@ def test_frozen_parameters_of_an_early_optimizer_are_no_mistake() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     columns({"": ColwiseParallel(use_local_output=False)}, model[0])
     before = model[1].weight.detach().clone()
-    model[1](torch.ones(2, 8)).sum().backward()
+    model[1](torch.ones(2, 16)).sum().backward()
     optimizer.step()
     assert not torch.equal(before, model[1].weight)
 
