@@ -50,7 +50,7 @@ def align_gradients(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: An
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             grad = parameter.grad
-            if REPLACED in parameter.__dict__ and parameter.requires_grad:  # the step changes no others
+            if getattr(parameter, REPLACED, None) is not None and parameter.requires_grad:  # a step changes no others
                 raise _replaced(optimizer, parameter)
             if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and _differs(grad._spec, parameter._spec):
                 found.append(parameter)
@@ -68,7 +68,7 @@ def _replaced(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Layo
     """The error of a parameter that no module has: no gradient has reached it since it was replaced."""
     return LayoutError(
         f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that the model no longer "
-        f"has: {parameter.__dict__[REPLACED]} has replaced it, so this step would not train the model",
+        f"has: {getattr(parameter, REPLACED)} has replaced it, so this step would not train the model",
         hint="make the optimizer after the model is sharded",
     )
 

@@ -68,9 +68,9 @@ from shardwise.transforms import (
 )
 
 __all__ = [
+    "REPLACED",
     "AnyDTensor",
     "DTensor",
-    "REPLACED",
     "PendingDTensor",
     "as_dtensor",
     "as_local",

@@ -200,7 +200,8 @@ def _left(result: Any, entered: DTensorSpec, sizes: Set[int]) -> Any:
             return _left_tensor(value, entered, sizes)
         if any(is_dtensor(leaf) for leaf in tree_leaves(_inside(value))):
             raise LayoutError(
-                f"ExpertParallel: the output has DTensors inside a {type(value).__name__}, which torch takes as one value",
+                f"ExpertParallel: the output has DTensors inside a {type(value).__name__}, which torch takes as one "
+                "value",
                 hint="return a tuple, list or dict, or pass use_local_output=False",
             )
         return value
