@@ -22,21 +22,18 @@ from shardwise.fabric.block_copies import slicer
 from shardwise.fabric.routes import bound_route, scatter
 from shardwise.fabric.world import as_mesh
 from shardwise.tensor import AnyDTensor, DTensor, dtensor_of, is_dtensor
+from shardwise.tensor.dtensor import REPLACED
 from shardwise.tensor.from_local import not_a_tensor
 from shardwise.transforms import alive, is_wrapped, outside_transforms, without_derivatives
 
 __all__ = [
-    "REPLACED",
     "cut_block",
     "distribute_module",
     "distribute_tensor",
-    "is_replaced",
     "mark_replaced",
     "parameters_of",
     "replicate_rest",
 ]
-
-REPLACED = "_shardwise_replaced"  # on a parameter that was replaced in its module: by which function
 
 
 @traceable
@@ -244,13 +241,19 @@ def parameters_of(who: str, *modules: nn.Module) -> list[nn.Parameter]:
 
 
 def mark_replaced(who: str, before: list[nn.Parameter], *modules: nn.Module) -> None:
-    """Mark the parameters that modules no longer have. An optimizer that was made before still has them."""
-    kept = {id(parameter) for module in modules for parameter in module.parameters()}
+    """Mark the parameters that modules no longer have. An optimizer that was made before still has them.
+
+    A gradient that reaches a marked parameter removes the mark: a module outside of these still uses it.
+    """
+    kept = {id(parameter): parameter for module in modules for parameter in module.parameters()}
+    for parameter in kept.values():
+        _unmark(parameter)
     for parameter in before:
         if id(parameter) not in kept:
             setattr(parameter, REPLACED, who)
+            if parameter.is_leaf and parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(_unmark)
 
 
-def is_replaced(parameter: torch.Tensor) -> str | None:
-    """The function that replaced this parameter in its module, if one did."""
-    return getattr(parameter, REPLACED, None)
+def _unmark(parameter: torch.Tensor) -> None:
+    parameter.__dict__.pop(REPLACED, None)

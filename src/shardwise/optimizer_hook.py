@@ -1,6 +1,6 @@
 """Gradients get the layout of their parameters before an optimizer steps, and so does state that is made from them.
 
-An optimizer that was made before its model was sharded has parameters that no module has: it is refused.
+An optimizer that was made before its model was sharded has parameters that no module has: its step is refused.
 
 The gradient of a replicated parameter may still be Partial. An optimizer that copies it (`momentum_buffer`) would copy
 the layout too.
@@ -19,12 +19,12 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardwise import modes
-from shardwise.api import is_replaced
 from shardwise.core.placement import Replicate
 from shardwise.core.spec import DTensorSpec
 from shardwise.dispatch.flat_buffer import FlatBuffer, alike
 from shardwise.errors import LayoutError
 from shardwise.tensor import DTensor, dtensor_of
+from shardwise.tensor.dtensor import REPLACED
 
 __all__ = ["StepHook", "after_step", "align_gradients", "before_step", "install"]
 
@@ -50,9 +50,9 @@ def align_gradients(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: An
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             grad = parameter.grad
-            if grad is None:
-                _refuse_replaced(optimizer, parameter)
-            elif isinstance(grad, DTensor) and isinstance(parameter, DTensor) and _differs(grad._spec, parameter._spec):
+            if getattr(parameter, REPLACED, None) is not None and parameter.requires_grad:  # a step changes no others
+                raise _replaced(optimizer, parameter)
+            if isinstance(grad, DTensor) and isinstance(parameter, DTensor) and _differs(grad._spec, parameter._spec):
                 found.append(parameter)
     if modes.is_strict():
         return
@@ -64,14 +64,13 @@ def align_gradients(optimizer: torch.optim.Optimizer, args: Any = (), kwargs: An
             parameter.grad = parameter.grad.redistribute(placements=goal.placements, shard_order=goal.shard_order)
 
 
-def _refuse_replaced(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> None:
-    """Refuse a parameter that no module has: its gradient stays None, and the step would change nothing."""
-    if (who := is_replaced(parameter)) is not None:
-        raise LayoutError(
-            f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that the model no longer "
-            f"has: {who} has replaced it, so this step would not train the model",
-            hint="make the optimizer after the model is sharded",
-        )
+def _replaced(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> LayoutError:
+    """The error of a parameter that no module has: no gradient has reached it since it was replaced."""
+    return LayoutError(
+        f"{type(optimizer).__name__} has a parameter of shape {tuple(parameter.shape)} that the model no longer "
+        f"has: {getattr(parameter, REPLACED)} has replaced it, so this step would not train the model",
+        hint="make the optimizer after the model is sharded",
+    )
 
 
 def _differs(have: DTensorSpec, goal: DTensorSpec) -> bool:

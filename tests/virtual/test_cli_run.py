@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import os
 import signal
 import sys
@@ -573,6 +575,141 @@ def test_ranks_that_define_a_custom_operator_differently_are_refused(run_ranks: 
     ran = run_ranks(OPERATORS.format(name="differs", mutates="('x',) if rank else ()"), 2)
     assert ran.status == 1
     assert "rank_threads::differs: defined as (Tensor x) -> Tensor before, and as (Tensor(a0!) x)" in ran.err
+
+
+REGISTERED = """
+    from torch import Tensor
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+
+    @torch.library.{define}("rank_threads::{name}", mutates_args=())
+    def scale(x: Tensor) -> Tensor:
+        return x * (rank + 1)
+
+    def keep(ctx, inputs, output):
+        ctx.factor = rank + 10
+
+    scale.register_autograd(lambda ctx, grad: grad * ctx.factor, setup_context=keep)
+
+    @torch.library.register_fake("rank_threads::{name}")
+    def _(x):
+        return x.new_empty(rank + 2)
+
+    @scale.register_vmap
+    def _(info, dims, x):
+        return x * (rank + 100), dims[0]
+
+    dist.barrier()  # every rank has defined it
+    x = torch.ones(2, requires_grad=True)
+    y = scale(x)
+    y.sum().backward()
+    print(rank, y.tolist(), x.grad.tolist(), torch.vmap(scale)(torch.ones(1)).tolist())
+    if {fake}:
+        from torch._subclasses import FakeTensorMode
+
+        with FakeTensorMode():
+            print(rank, tuple(scale(torch.ones(2)).shape))
+    """
+
+
+@pytest.mark.parametrize("define", ["custom_op", "triton_op"])
+def test_what_a_rank_registers_at_an_operator_is_its_own(run_ranks: RunRanks, define: str) -> None:
+    fakes = define == "custom_op"  # under fake tensors torch runs a triton_op itself
+    ran = run_ranks(REGISTERED.format(define=define, name=f"scale_{define}", fake=fakes), 3)
+    assert ran.status == 0, ran.err
+    found = [f"{r} [{r + 1}.0, {r + 1}.0] [{r + 10}.0, {r + 10}.0] [{r + 100}.0]" for r in range(3)]
+    assert sorted(ran.out) == sorted([*found, *(f"{r} ({r + 2},)" for r in range(3) if fakes)])
+
+
+def test_ranks_give_kernels_to_one_operator(run_ranks: RunRanks) -> None:
+    ran = run_ranks(
+        """
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+
+        @torch.library.custom_op("rank_threads::kernels", mutates_args="unknown", device_types="cuda")
+        def kernels(x: "torch.Tensor") -> "torch.Tensor":
+            return x
+
+        @kernels.register_kernel("cpu")
+        def _(x):
+            return x + rank
+
+        if rank == 0:
+            torch.library.define("rank_threads::by_schema", "(Tensor x) -> Tensor")
+        dist.barrier()
+
+        @torch.library.impl("rank_threads::by_schema", "cpu")
+        def _(x):
+            return x - rank
+
+        dist.barrier()
+        zeros = torch.zeros(1)
+        print(rank, kernels(zeros).item(), torch.ops.rank_threads.by_schema(zeros).item())
+        try:
+            torch.library.custom_op("rank_threads::no_mutates", lambda x: x)
+        except TypeError as error:
+            print("mutates_args" in str(error))
+        if rank == 0:
+            torch.library.custom_op("rank_threads::of_one", torch.clone, mutates_args=(), schema="(Tensor x) -> Tensor")
+        dist.barrier()
+        torch.ops.rank_threads.of_one(zeros)  # modules that ranks share define theirs once
+        """,
+        2,
+    )
+    assert ran.status == 0, ran.err
+    assert sorted(ran.out) == sorted(["0 0.0 0.0", "1 1.0 -1.0", "True", "True"])
+
+
+def test_a_rank_without_the_function_that_others_gave_is_refused(run_ranks: RunRanks) -> None:
+    ran = run_ranks(
+        """
+        dist.init_process_group("gloo")
+        rank = dist.get_rank()
+
+        @torch.library.custom_op("rank_threads::half", mutates_args=())
+        def half(x: torch.Tensor) -> torch.Tensor:
+            return x / 2
+
+        if rank == 0:
+            half.register_autograd(lambda ctx, grad: grad / 2)
+        dist.barrier()
+        half(torch.ones(2, requires_grad=True)).sum().backward()
+        """,
+        2,
+    )
+    assert ran.status == 1
+    assert "rank 1 has not given it a function (" in ran.err
+
+
+def test_an_operator_of_a_program_that_has_ended_is_refused_and_keeps_nothing(run_ranks: RunRanks) -> None:
+    ran = run_ranks(
+        """
+        import weakref
+
+        class Kept:
+            pass
+
+        kept = Kept()
+        sys.modules["math"].kept_by_rank = weakref.ref(kept)
+
+        @torch.library.custom_op("rank_threads::ended", mutates_args=())
+        def ended(x: torch.Tensor) -> torch.Tensor:
+            kept
+            return x.clone()
+
+        sys.modules["math"].ended_operator = ended
+        ended(torch.ones(2))
+        """,
+        1,
+    )
+    assert ran.status == 0, ran.err
+    operator, kept = math.__dict__.pop("ended_operator"), math.__dict__.pop("kept_by_rank")
+    gc.collect()
+    assert kept() is None
+    with pytest.raises(sw.UnsupportedError, match="rank_threads::ended was defined by a program that has ended"):
+        operator(torch.ones(2))
 
 
 def test_a_world_can_be_left_and_entered_again(run_ranks: RunRanks) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,9 @@ MISTAKES: list[tuple[Callable[[], Any], type[errors.ShardwiseError], str, str]] 
     (lambda: sw.init_device_mesh("gpu", (2,)), errors.MeshError, "'gpu' is not a type of device", "cuda"),
     (lambda: sw.init_device_mesh((2, 4)), errors.MeshError, "(2, 4) is not a type of device", "cuda"),  # pyright: ignore[reportArgumentType]
     (lambda: sw.DeviceMesh("gpu", range(2)), errors.MeshError, "'gpu' is not a type of device", "cuda"),
+    (lambda: sw.DeviceMesh("cuda:1", range(2)), errors.MeshError, "'cuda:1' is one device", '"cuda"'),
+    (lambda: sw.DeviceMesh(torch.device("cpu", 0), range(2)), errors.MeshError, "is one device", '"cpu"'),  # pyright: ignore[reportArgumentType]
+    (lambda: sw.DeviceMesh(0, range(2)), errors.MeshError, "0 is not a type of device", "cuda"),  # pyright: ignore[reportArgumentType]
     (lambda: sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp",)), errors.MeshError, "1 names", "each axis"),
     (lambda: sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "a")), errors.MeshError, "repeat", "different"),
     (lambda: sw.zeros(4), errors.MeshError, "no mesh was given", "init_device_mesh"),
@@ -196,3 +201,61 @@ def test_a_plan_and_then_fully_shard() -> None:
     sw.fully_shard(model, GRID["dp"])
     with pytest.raises(errors.LayoutError, match="fully_shard has replaced it"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("who", SHARDINGS)
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_an_early_optimizer_is_refused_though_its_parameters_have_gradients(who: str, zeroed: bool) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.randn(4, 8)).square().mean().backward()
+    if zeroed:
+        optimizer.zero_grad(set_to_none=False)
+    SHARDINGS[who](model)
+    a_loss(model).backward()
+    with pytest.raises(errors.LayoutError, match=f"{who} has replaced it"):
+        optimizer.step()
+
+
+def test_steps_without_gradients_of_a_parameter_that_another_module_uses() -> None:
+    first, other = nn.Linear(8, 8), nn.Linear(8, 8)
+    other.weight = first.weight
+    sw.fully_shard(first, LINE)
+    optimizer = torch.optim.SGD(other.parameters(), lr=1.0)
+    other(torch.ones(2, 8)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+    copy.deepcopy(other.weight)
+    again = columns({"0": ColwiseParallel(use_local_output=False)}, nn.Sequential(other))
+    torch.optim.SGD(again.parameters(), lr=1.0).step()
+
+
+def test_frozen_parameters_of_an_early_optimizer_are_no_mistake() -> None:
+    model = network()
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    columns({"": ColwiseParallel(use_local_output=False)}, model[0])
+    before = model[1].weight.detach().clone()
+    model[1](torch.ones(2, 16)).sum().backward()
+    optimizer.step()
+    assert not torch.equal(before, model[1].weight)
+
+
+def test_copies_of_a_replaced_parameter_are_parameters_of_their_own() -> None:
+    model = columns({"0": ColwiseParallel(use_local_output=False)}, mesh=GRID["tp"])
+    weight = model.get_parameter("0.weight")
+    sw.fully_shard(model, GRID["dp"])
+    copies = [nn.Parameter(copied) for copied in (copy.copy(weight), pickle.loads(pickle.dumps(weight)))]
+    torch.optim.SGD([copy.deepcopy(weight), *copies], lr=1.0).step()
+    with pytest.raises(errors.LayoutError, match="fully_shard has replaced it"):
+        torch.optim.SGD([weight], lr=1.0).step()
+
+
+def test_a_parameter_that_a_module_gets_back_is_its_own() -> None:
+    first, other = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+    other.weight = first.weight
+    columns({"": ColwiseParallel(use_local_output=False)}, first, GRID["tp"])
+    sw.fully_shard(first, GRID["dp"])
+    columns({"": ColwiseParallel(use_local_output=False)}, other, GRID["tp"])
+    torch.optim.SGD(other.parameters(), lr=1.0).step()

@@ -478,8 +478,57 @@ def test_an_output_that_may_be_rows_or_not_is_refused() -> None:
     """Eight experts and eight tokens: each rank would get the counts of two experts as those of its tokens."""
     mesh = sw.init_device_mesh("cpu", (4,))
     ours = parallelize_module(Counting("named"), mesh, ExpertParallel())
-    with pytest.raises(sw.LayoutError, match="a row for each of the 8 rows"):
+    with pytest.raises(sw.LayoutError, match="as many rows as the input"):
         ours(sw.RankTensor([torch.randn(2, 4) for _ in range(4)]))
+
+
+class Products(nn.Module):
+    """Experts by one einsum, whose result the planner may leave as sums of ranks. Some statistics of all tokens."""
+
+    def __init__(self, features: int, returns: str = "rows") -> None:
+        super().__init__()
+        self.up, self.router, self.returns = nn.Parameter(torch.randn(6, 16, features)), nn.Linear(16, 6), returns
+
+    def forward(self, x: Any) -> Any:
+        chances = self.router(x).softmax(-1)
+        y = torch.einsum("...d,edf,...e->...f", x, self.up, chances)
+        if self.returns == "unregistered":
+            return Named([y])
+        return (y, chances.flatten(0, -2).sum(0)) if self.returns == "counts" else y
+
+
+class Named(list[Any]):
+    """A list that torch takes as one value."""
+
+
+@pytest.mark.parametrize(("tokens", "features"), [(4, 6), (4, 96), (64, 32), (64, 512)])
+def test_rows_that_the_planner_does_not_split_are_split(tokens: int, features: int) -> None:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    torch.manual_seed(3)
+    plain, x = Products(features), torch.randn(tokens, 16)
+    ours = parallelize_module(copy.deepcopy(plain), mesh, ExpertParallel())
+    torch.testing.assert_close(torch.cat(ours(sw.RankTensor(list(x.chunk(2)))).tensors), plain(x))
+
+
+@pytest.mark.parametrize("batch", [3, 6])
+def test_statistics_of_an_input_split_along_its_sequence_are_whole(batch: int) -> None:
+    """Six experts: a batch of six has as many rows as there are counts."""
+    mesh = sw.init_device_mesh("cpu", (2,))
+    torch.manual_seed(3)
+    plain, x = Products(8, "counts"), torch.randn(batch, 4, 16)
+    ours = parallelize_module(copy.deepcopy(plain), mesh, ExpertParallel(input_layouts=Shard(1)))
+    y, counts = ours(sw.RankTensor([part.contiguous() for part in x.chunk(2, 1)]))
+    wanted, wanted_counts = plain(x)
+    torch.testing.assert_close(torch.cat(y.tensors, 1), wanted)
+    for each in counts.tensors:
+        torch.testing.assert_close(each, wanted_counts)
+
+
+def test_outputs_in_structures_that_torch_does_not_know_are_refused() -> None:
+    mesh = sw.init_device_mesh("cpu", (2,))
+    ours = parallelize_module(Products(8, "unregistered"), mesh, ExpertParallel())
+    with pytest.raises(sw.LayoutError, match="DTensors inside a Named"):
+        ours(sw.RankTensor([torch.randn(4, 16)] * 2))
 
 
 def test_a_plan_names_what_does_not_fit() -> None:

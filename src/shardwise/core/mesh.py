@@ -628,11 +628,19 @@ def _as_range(ranks: tuple[int, ...]) -> range | tuple[int, ...]:
 
 
 def checked_device_type(device_type: object) -> str:
-    """A type of device that torch knows, without an index."""
+    """A type of device that torch knows. An index is refused: it would be that of every rank."""
     try:
-        return torch.device(device_type).type  # pyright: ignore[reportCallIssue, reportArgumentType]
-    except (RuntimeError, TypeError):
-        raise MeshError(f"{device_type!r} is not a type of device", hint='as in "cpu" or "cuda"') from None
+        device = torch.device(device_type) if isinstance(device_type, str | torch.device) else None
+    except RuntimeError:
+        device = None
+    if device is None:
+        raise MeshError(f"{device_type!r} is not a type of device", hint='as in "cpu" or "cuda"')
+    if device.index is not None:
+        raise MeshError(
+            f"{device_type!r} is one device, and the ranks of a mesh have one each",
+            hint=f'pass "{device.type}"; torch.{device.type}.set_device chooses the device of a process',
+        )
+    return device.type
 
 
 def _rank_array(mesh: Any) -> np.ndarray:

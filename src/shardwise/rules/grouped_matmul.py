@@ -2,7 +2,7 @@
 
 `offs` is the end of each group along the jagged dim ("t"), and is replicated. If the jagged dim is sharded, a rank
 shifts and clamps the ends. If the matrices are sharded, a rank moves the rows of its matrices to the front, because the
-operator starts with row 0. Neither reads a value of `offs` on the host.
+operator starts with row 0. Neither reads a value of `offs` on the host, except on a CPU.
 
 Dispatched tokens (`shardwise.moe`) and their `offs` are `Ragged`: each rank has exactly the rows of its matrices. This
 is asserted on the device.

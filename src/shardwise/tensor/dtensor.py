@@ -68,6 +68,7 @@ from shardwise.transforms import (
 )
 
 __all__ = [
+    "REPLACED",
     "AnyDTensor",
     "DTensor",
     "PendingDTensor",
@@ -551,7 +552,8 @@ intercepted = {
     name: Interception(DTensor, name)
     for name in ("__torch_dispatch__", "redistribute", "full_tensor", "to_local", "from_local")
 }
-REMEMBERED = ("_copied_view", "_reduction", "_flight", "_memory")  # attributes that copies do not get
+REPLACED = "_shardwise_replaced"  # on a parameter that was replaced in its module: by which function
+REMEMBERED = ("_copied_view", "_reduction", "_flight", "_memory", REPLACED)  # attributes that copies do not get
 MAX_SPECS = 4096
 _targets: BoundedCache[tuple[Any, ...], DTensorSpec] = BoundedCache(MAX_SPECS)  # of calls of `redistribute`
 

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.api import REPLACED
 from shardwise.core.mesh import DeviceMesh, on_one_grid
 from shardwise.core.placement import Partial, Ragged, Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
@@ -27,6 +26,7 @@ from shardwise.parallel.data_parallel.flat_params import ParamSlot
 from shardwise.parallel.tensor_parallel.norm_gradients import users_hooks
 from shardwise.plan.propagate import replicated_spec
 from shardwise.tensor import DTensor, dtensor_of
+from shardwise.tensor.dtensor import REPLACED
 from shardwise.torch_private import current_graph_task, make_subclass
 
 __all__ = ["GatheredParameter", "Owner", "ParametersInBackward", "ShardedParameter", "computed_shape"]

@@ -5,7 +5,8 @@ The module is unchanged. It calls `shardwise.moe.dispatch`, or operators whose r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -22,7 +23,7 @@ from shardwise.parallel.tensor_parallel.module_parameters import laid_out, remap
 from shardwise.parallel.tensor_parallel.norm_gradients import add_up_after_backward
 from shardwise.parallel.tensor_parallel.style import ParallelStyle, placement_of
 from shardwise.tensor import DTensor, is_dtensor
-from shardwise.torch_private import tree_map
+from shardwise.torch_private import tree_leaves, tree_map
 
 __all__ = ["ExpertParallel"]
 
@@ -130,6 +131,7 @@ class ExpertParallel(ParallelStyle):
         replicate_rest(module, mesh, self.src_data_rank)
         replicated = [p for p in module.parameters() if isinstance(p, DTensor) and p._spec.is_replicated]
         add_up_after_backward(replicated)
+        sizes = {size for parameter in module.parameters() for size in parameter.shape}
 
         @not_compiled
         def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -144,7 +146,7 @@ class ExpertParallel(ParallelStyle):
         def after(module: nn.Module, args: Any, result: Any) -> Any:
             restore_parameters(module)
             spec: DTensorSpec | None = module.__dict__.pop(_ENTERED, None)
-            return result if spec is None or not self.use_local_output else _left(result, spec)
+            return result if spec is None or not self.use_local_output else _left(result, spec, sizes)
 
         module.register_forward_pre_hook(before, with_kwargs=True)
         module.register_forward_hook(after, always_call=True)
@@ -184,19 +186,47 @@ def _joined(mesh: DeviceMesh, tp_mesh: DeviceMesh) -> DeviceMesh:
     return mesh.root[names]
 
 
-def _left(result: Any, entered: DTensorSpec) -> Any:
-    """The outputs of a plain input, as plain tensors in its layout; numbers are the same on every rank."""
-    return tree_map(lambda value: _left_tensor(value, entered) if is_dtensor(value) else value, result)
+def _left(result: Any, entered: DTensorSpec, sizes: Set[int]) -> Any:
+    """The outputs of a plain input, as plain tensors in its layout; numbers are the same on every rank.
+
+    Args:
+        result: what the module returned.
+        entered: the input.
+        sizes: of the module's parameters, which statistics of all ranks may have.
+    """
+
+    def left(value: Any) -> Any:
+        if is_dtensor(value):
+            return _left_tensor(value, entered, sizes)
+        if any(is_dtensor(leaf) for leaf in tree_leaves(_inside(value))):
+            raise LayoutError(
+                f"ExpertParallel: the output has DTensors inside a {type(value).__name__}, which torch takes as one "
+                "value",
+                hint="return a tuple, list or dict, or pass use_local_output=False",
+            )
+        return value
+
+    return tree_map(left, result)
 
 
-def _left_tensor(result: Any, entered: DTensorSpec) -> torch.Tensor:
-    split, spec = bool(result.dim()) and result.shape[0] == entered.shape[0], result._spec
-    axes = entered.dim_axes[0]
-    if split and axes and result.shape[1:] != entered.shape[1:] and not set(axes) & set(spec.dim_axes[0]):
-        raise LayoutError(
-            f"ExpertParallel: is the output {spec} a row for each of the {entered.shape[0]} rows of the input, or the "
-            "same on every rank?",
-            hint="use_local_output=False, and redistribute(...).to_local() the outputs",
-        )
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, list | tuple | Set):
+        return list(value)
+    return list(vars(value).values()) if is_dataclass(value) and not isinstance(value, type) else []
+
+
+def _left_tensor(result: Any, entered: DTensorSpec, sizes: Set[int]) -> torch.Tensor:
+    dim, spec = next((d for d, axes in enumerate(entered.dim_axes) if axes), None), result._spec
+    split = dim is None or result.shape[: dim + 1] == entered.shape[: dim + 1]
+    if dim is not None and split and not set(entered.dim_axes[dim]) & set(spec.dim_axes[dim]):
+        rows, alike = entered.shape[dim], result.shape == entered.shape
+        if not alike and (result.dim() == dim + 1 or rows in sizes or rows in entered.shape[dim + 1 :]):
+            raise LayoutError(
+                f"ExpertParallel: the output {spec} has as many rows as the input {entered}, but is not split like it: "
+                "it may be rows or a value of all ranks",
+                hint="use_local_output=False, and redistribute(...).to_local() the outputs",
+            )
     placements = entered.placements if split else [Replicate()] * entered.mesh.ndim
     return result.redistribute(placements=placements).to_local()
