@@ -111,3 +111,55 @@ def test_states_of_stages_are_saved_by_names(gloo4: ProcessPool, tmp_path: Path)
     stored = sw.checkpoint.read(tmp_path / "names")
     assert {"0.weight", "3.bias"} <= stored["model"].keys()
     assert "state.3.bias.exp_avg" in stored["optimizer"]
+
+
+def loads_stages_without_entries(folder: str) -> list[tuple[Any, ...]]:
+    """A stage that is frozen has no state of an optimizer, one without parameters nothing at all."""
+    mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("pp",))
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)]
+    layers[0].requires_grad_(False)
+    pipe = sw.pipeline(nn.Sequential(*layers), mesh["pp"], split=["1", "2", "3"], microbatches=2)
+    parameters = [parameter for parameter in pipe.parameters() if parameter.requires_grad]
+    optimizers = [torch.optim.AdamW(parameters)] if parameters else []
+    pipe.step(torch.randn(4, 4), torch.randn(4, 4), nn.functional.mse_loss)
+    for optimizer in optimizers:
+        optimizer.step()
+    named = sw.checkpoint.NamedOptimizer(pipe.module, *optimizers)
+    state: dict[str, Any] = {"model": pipe, "optimizer": named}
+    sw.checkpoint.save(state, folder)
+    return [sw.checkpoint.load(state, folder)[1:4]]
+
+
+def test_stages_without_entries_are_loaded(gloo4: ProcessPool, tmp_path: Path) -> None:
+    for fits in gloo4.run(loads_stages_without_entries, str(tmp_path / "c"), timeout=120):
+        assert fits == [((), (), {})]
+
+
+class WithCopies(nn.Module):
+    """Its state dict has copies, and loading it communicates."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        mesh = sw.init_device_mesh("cpu", (4,))
+        self.weight = nn.Parameter(sw.full((2,), value, device_mesh=mesh, placements=[sw.Shard(0)]))
+        self.loads = 0
+
+    def state_dict(self, *args: Any, **options: Any) -> Any:
+        return {name: value.clone() for name, value in super().state_dict(*args, **options).items()}
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:
+        self.loads += 1
+        return super().load_state_dict(*args, **options)
+
+
+def loads_copies_on_some_ranks(folder: str) -> int:
+    sw.checkpoint.save({"model": WithCopies(5.0)}, folder)
+    model = WithCopies(0.0)
+    sw.checkpoint.load({"model": model}, folder)
+    assert model.weight.full_tensor().eq(5).all()  # pyright: ignore[reportAttributeAccessIssue]
+    return model.loads
+
+
+def test_a_state_dict_is_given_on_all_ranks_or_none(gloo4: ProcessPool, tmp_path: Path) -> None:
+    assert gloo4.run(loads_copies_on_some_ranks, str(tmp_path / "c"), timeout=120) == [1, 1, 1, 1]

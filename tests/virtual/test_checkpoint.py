@@ -450,3 +450,62 @@ def test_an_error_of_async_save_is_raised_at_the_next_call(tmp_path: Path, monke
             save({"x": torch.ones(2)}, tmp_path / "b")
     save({"x": torch.ones(2)}, tmp_path / "b")
     assert [p.name for p in tmp_path.iterdir()] == ["b"]
+
+
+def test_modules_with_tensors_without_memory(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.LazyLinear(3))
+    model.register_buffer("adjacent", torch.eye(2).to_sparse(), persistent=False)
+    save({"model": {"0.weight": torch.ones(2, 2), "0.bias": torch.ones(2)}}, tmp_path / "c")
+    load({"model": model}, tmp_path / "c", strict=False)
+    assert model[0].weight.eq(1).all()  # pyright: ignore[reportAttributeAccessIssue, reportCallIssue]
+
+
+def test_an_optimizer_by_names_resumes_without_a_state_of_an_unused_parameter(tmp_path: Path) -> None:
+    def make() -> tuple[torch.nn.Module, torch.optim.Optimizer, sw.checkpoint.NamedOptimizer]:
+        model = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+        optimizer = torch.optim.AdamW(model.named_parameters())
+        return model[0], optimizer, sw.checkpoint.NamedOptimizer(model, optimizer)
+
+    used, optimizer, named = make()
+    used(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert not any(name.endswith("param_names") for name in named.state_dict())
+    save({"optimizer": named}, tmp_path / "c")
+    _, other, fresh = make()
+    load({"optimizer": fresh}, tmp_path / "c")
+    assert len(other.state) == 2
+    assert repr(other.state_dict()) == repr(optimizer.state_dict())
+    before = [state["exp_avg"].data_ptr() for state in optimizer.state.values()]
+    load({"optimizer": named}, tmp_path / "c")
+    assert before == [state["exp_avg"].data_ptr() for state in optimizer.state.values()]  # filled, not copied
+
+
+@pytest.mark.parametrize("to_stages", [True, False])
+def test_states_of_tied_parameters_by_names(to_stages: bool, tmp_path: Path) -> None:
+    def make(staged: bool) -> tuple[Any, dict[str, Any], torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        layers = [torch.nn.Linear(4, 4, bias=False) for _ in range(4)]
+        layers[3].weight = layers[0].weight
+        model: Any = torch.nn.Sequential(*layers)
+        if staged:
+            mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+            model = sw.pipeline(model, mesh["pp"], microbatches=1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        named = sw.checkpoint.NamedOptimizer(model.module if staged else model, optimizer)
+        return model, {"model": model, "optimizer": named}, optimizer
+
+    model, state, optimizer = make(not to_stages)
+    inputs, loss = torch.randn(4, 4), torch.nn.functional.mse_loss
+    if to_stages:
+        loss(model(inputs), torch.zeros(4, 4)).backward()
+    else:
+        model.step(inputs, torch.zeros(4, 4), loss)
+    optimizer.step()
+    save(state, tmp_path / "c")
+    _, other, _ = make(to_stages)
+    load(other, tmp_path / "c")
+    expected, got = (each["optimizer"].state_dict() for each in (state, other))
+    assert expected.keys() == got.keys()
+    for name, value in expected.items():
+        if name.endswith("exp_avg"):
+            torch.testing.assert_close(full(got[name]), full(value))

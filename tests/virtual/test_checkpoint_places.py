@@ -247,6 +247,22 @@ def test_a_clock_that_is_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert latest(tmp_path) == str(tmp_path / f"step-{step}")
 
 
+def test_a_clock_that_is_behind_at_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = f"memory://{secrets.token_hex(4)}"
+    for step, clock in ((1, 2000), (2, 1000), (3, 1500)):
+        monkeypatch.setattr(time, "time_ns", lambda clock=clock: clock * 10**9)
+        save({"step": step}, f"{place}/step-{step}", keep=2)
+        assert latest(place) == f"{place}/step-{step}"
+
+
+def test_a_time_that_no_clock_has(tmp_path: Path) -> None:
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "index.json").write_text("{}")
+    os.utime(tmp_path / "site" / "index.json", (4.7e9, 4.7e9))
+    save({"step": 1}, tmp_path / "step-1")
+    assert latest(tmp_path) == str(tmp_path / "step-1")
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_formats_without_the_time_of_the_save(version: int, tmp_path: Path) -> None:
     for step in (2, 1):

@@ -6,7 +6,7 @@ A state dict is sharded (its tensors are DTensors) or full (plain tensors, as on
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -216,7 +216,8 @@ class NamedOptimizer:
     """Optimizers as an entry of a checkpoint, by the names of their parameters instead of their numbers.
 
     Numbers depend on the order of the parameters of an optimizer, and those of two stages of a pipeline are the same.
-    By names a state loads into any division of the model into stages, optimizers and groups.
+    By names a state loads into any division of the model into stages, optimizers and groups. A tied parameter has an
+    entry under each of its names, so that its users may be on one stage or on several.
 
     Args:
         model: the model whose parameters are optimized; of a pipeline, `pipe.module`.
@@ -239,13 +240,16 @@ class NamedOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """The states by names, on one level."""
-        options = StateDictOptions(flatten_optimizer_state_dict=True)
-        return get_optimizer_state_dict(self.model, self.optimizers, options=options)
+        return flattened(optimizer_state(self.model, self.optimizers, StateDictOptions(), every_name=True))
+
+    def state_to_load(self, stored: Container[str]) -> dict[str, Any]:
+        """As `state_dict`; an optimizer before its first step has only states with names in `stored`."""
+        options = StateDictOptions()
+        return flattened(optimizer_state(self.model, self.optimizers, options, every_name=True, stored=stored))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load states by names."""
-        options = StateDictOptions(flatten_optimizer_state_dict=True)
-        set_optimizer_state_dict(self.model, self.optimizers, state_dict, options=options)
+        """Load states by names, of this process's parameters. Those without a state here have none afterwards."""
+        load_optimizers(self.model, self.optimizers, state_dict, StateDictOptions(), own=True)
 
 
 def _checked(options: Any) -> Any:

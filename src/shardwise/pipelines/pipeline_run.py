@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from shardwise.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from shardwise.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from shardwise.checkpoint.state_dicts.model_state_dict import load_model
 from shardwise.checkpoint.state_dicts.parameter_names import canonical_name
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Replicate
@@ -233,7 +234,7 @@ class Pipeline:
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> Any:
         """Load a state by names, like `nn.Module.load_state_dict`; entries of this process's stages."""
-        return set_model_state_dict(self.module, state_dict, options=StateDictOptions(strict=strict))
+        return load_model(self.module, state_dict, StateDictOptions(strict=strict), own=True)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset the gradients of the stages in this process, like `nn.Module.zero_grad`."""

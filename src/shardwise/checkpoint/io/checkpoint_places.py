@@ -104,17 +104,25 @@ def _remote(folder: RemotePath) -> list[tuple[float, Place]]:
             return []
         names = [entry["name"].rstrip("/").rpartition("/")[2] for entry in system.ls(root, detail=True)]
         inside = [name for name in names if not name.startswith(".") and system.isfile(f"{root}/{name}/{INDEX}")]
-        return [(_written(system, f"{root}/{name}/{INDEX}"), folder / name) for name in inside]
+        times = [(_written(system, f"{root}/{name}/{INDEX}"), folder / name) for name in inside]
+        return [(when, place) for when, place in times if when is not None]
 
 
-def _written(system: Any, path: str) -> float:
-    saved = saved_at(system.cat_file(path, start=0, end=HEAD))
-    if saved is not None:
-        return saved
+def _written(system: Any, path: str) -> float | None:
+    """The time of an index; None if it is empty, or was removed meanwhile."""
     try:
-        return system.modified(path).timestamp()
+        saved = saved_at(system.cat_file(path, start=0, end=HEAD))
+        return system.modified(path).timestamp() if saved is None else saved
     except (NotImplementedError, KeyError):  # some file systems have no times: numbers decide
         return 0.0
+    except OSError:
+        system.invalidate_cache()
+        try:
+            if system.info(path)["size"]:
+                raise
+        except FileNotFoundError:
+            pass
+        return None
 
 
 def remove(place: Place) -> bool:

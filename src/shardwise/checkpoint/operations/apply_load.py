@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from shardwise.checkpoint.format.json_values import Name, join
 from shardwise.checkpoint.format.state_tree import ExpandedObject, entries, filled
@@ -16,7 +17,16 @@ from shardwise.errors import CheckpointError
 from shardwise.fabric.base import fabric_of
 from shardwise.tensor import DTensor
 
-__all__ = ["LoadChanges", "StagedValues", "WaitingValues", "change_all", "memory_of", "put_values"]
+__all__ = [
+    "LoadChanges",
+    "StagedValues",
+    "WaitingValues",
+    "change_all",
+    "has_tensors",
+    "is_filled",
+    "memory_of",
+    "put_values",
+]
 
 NAMED = 20  # names in an error about a state that is partly loaded
 
@@ -54,6 +64,9 @@ class LoadChanges:
     one of them raises, on any rank, all get their former state back. Then tensors are filled: shapes, dtypes and memory
     have been checked, and files were read and verified before. Optimizers and other objects with tensors are last. If
     one of them fails, or a file that was verified cannot be read again, the error lists the changes so far.
+
+    Which objects are last, and which of these are given their state dict, is the same on all ranks, whatever a rank
+    has of them: their code may communicate.
     """
 
     def __init__(
@@ -64,6 +77,8 @@ class LoadChanges:
         state: Any = None,
         expanded: Sequence[ExpandedObject] = (),
         objects: Mapping[Name, Any] | None = None,
+        last: Set[str] = frozenset(),
+        given: Set[str] = frozenset(),
     ) -> None:
         self._rank = rank
         self._tensors = tensors
@@ -71,6 +86,7 @@ class LoadChanges:
         self._state = state
         self._expanded = expanded
         self._objects = objects or {}
+        self._last, self._given = last, given
         self._former: list[tuple[ExpandedObject, Any]] = []
         self._others: list[tuple[ExpandedObject, dict[Name, Any]]] = []
         self._done: list[str] = []
@@ -80,7 +96,7 @@ class LoadChanges:
         for owner in self._expanded:
             size = len(owner.path)
             own = {at[size:]: value for at, value in self._objects.items() if at[:size] == owner.path}
-            if any(isinstance(value, torch.Tensor) for _, value in entries(owner.state)):
+            if join(owner.path) in self._last:
                 self._others.append((owner, own))
             else:
                 self._former.append((owner, copy.deepcopy(owner.state)))
@@ -116,7 +132,7 @@ class LoadChanges:
                 self._done.append(doing)
             for owner, objects in self._others:
                 doing = _place(owner.path)
-                if objects or not _is_filled(owner):
+                if join(owner.path) in self._given:
                     _give(owner, filled(owner.state, objects))
                     self._done.append(f"load_state_dict of {doing}")
         except BaseException as error:
@@ -158,8 +174,13 @@ def put_values(local: torch.Tensor, values: torch.Tensor) -> None:
         local.detach().copy_(values)
 
 
-def _is_filled(expanded: ExpandedObject) -> bool:
-    """Whether all tensors of a state dict are memory of its module, which is filled by now.
+def has_tensors(expanded: ExpandedObject) -> bool:
+    """Whether the state dict of an object has tensors."""
+    return any(isinstance(value, torch.Tensor) for _, value in entries(expanded.state))
+
+
+def is_filled(expanded: ExpandedObject) -> bool:
+    """Whether all tensors of a state dict are memory of its module, which is filled with the tensors.
 
     Others are copies: of a hook, an overridden `state_dict`, or an extra state. The module must be given them.
     """
@@ -172,12 +193,20 @@ def _is_filled(expanded: ExpandedObject) -> bool:
 
 
 def memory_of(tensor: torch.Tensor) -> frozenset[Any]:
-    """Where the elements of a tensor are in this process; empty if it has none."""
+    """Where the elements of a tensor are in this process; empty if it has none.
+
+    A tensor without memory of its own that could be filled (sparse, on meta, not initialized) is its own place.
+    """
     if isinstance(tensor, DTensor):
         mesh = tensor.device_mesh
         return frozenset().union(*(memory_of(local) for _, local in fabric_of(mesh).parts(mesh, tensor._local_tensor)))
-    place = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
-    return frozenset([place] if tensor.numel() else [])
+    if is_lazy(tensor) or tensor.layout is not torch.strided or hasattr(tensor, "__tensor_flatten__"):
+        return frozenset([id(tensor)])
+    if not tensor.numel():
+        return frozenset()
+    if tensor.untyped_storage().device.type == "meta":
+        return frozenset([id(tensor)])
+    return frozenset([(tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())])
 
 
 def _give(expanded: ExpandedObject, state: Any) -> None:

@@ -74,7 +74,7 @@ def is_complete(place: Place) -> bool:
 
 
 class OnDisk(NamedTuple):
-    """What a disk has of a checkpoint: when it was published there, its index, and the files that are not there."""
+    """What a disk has of a checkpoint: when it was saved, by its index, the index, and the files that are not there."""
 
     when: float
     digest: str  # empty if the index is not valid

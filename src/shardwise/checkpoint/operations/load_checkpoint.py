@@ -54,6 +54,8 @@ from shardwise.checkpoint.operations.apply_load import (
     StagedValues,
     WaitingValues,
     change_all,
+    has_tensors,
+    is_filled,
     memory_of,
     put_values,
 )
@@ -102,6 +104,8 @@ class StateMatch(NamedTuple):
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     mismatched: dict[str, str]
+    last: frozenset[str] = frozenset()  # objects with tensors on any rank: loaded after the tensors
+    given: frozenset[str] = frozenset()  # those of them that need more than filled tensors, on any rank
 
 
 def load(
@@ -165,9 +169,10 @@ def _load(state: Any, path: str | Path, strict: bool, staged: bool, group: Any, 
             fetch_parts(outcome, processes, source, files, index, _boxes(fit))
         waiting = _read_and_verify(outcome, processes, source, files, index, fit, staged)
         tensors = [tensor for tensor, _ in fit.tensors]
-        change_all(
-            outcome, processes, lambda: LoadChanges(processes.rank, tensors, waiting, state, expanded, fit.objects)
+        make = lambda: LoadChanges(  # noqa: E731
+            processes.rank, tensors, waiting, state, expanded, fit.objects, fit.last, fit.given
         )
+        change_all(outcome, processes, make)
     return Loaded(state, fit.missing, fit.unexpected, fit.mismatched, files.bytes_read if files else 0)
 
 
@@ -260,8 +265,8 @@ def _agreed_match(
     """Compare the states of all processes with the checkpoint; if strict, all raise if one does not match."""
     fit = outcome.attempt(lambda: _fit(root, expanded, index), StateMatch([], {}, (), (), {}))
     wanted = outcome.attempt(lambda: {join(at) for at, _ in entries(root)}, set[str]())
-    outcome.value = (wanted, fit.missing, fit.mismatched)
-    fact = lambda: (sorted(wanted), fit.missing, fit.mismatched)  # noqa: E731
+    outcome.value = (wanted, fit.missing, fit.mismatched, fit.last, fit.given)
+    fact = lambda: (sorted(wanted), fit.missing, fit.mismatched, sorted(fit.last), sorted(fit.given))  # noqa: E731
     gathered, digests = processes.exchange_if_different(outcome, fact, index.digest)
     if len(set(digests)) > 1:
         raise Replaced(
@@ -270,10 +275,16 @@ def _agreed_match(
         )
 
     def compare() -> StateMatch:
-        everybody = set().union(*(names for names, _, _ in gathered))
-        agreed = fit._replace(unexpected=tuple(name for name in fit.unexpected if name not in everybody))
-        missing = sorted({name for _, names, _ in gathered for name in names})
-        mismatched = {name: why for _, _, wrong in gathered for name, why in wrong.items()}
+        everybody = set().union(*(names for names, *_ in gathered))
+        missing = sorted({name for _, names, *_ in gathered for name in names})
+        mismatched = {name: why for _, _, wrong, *_ in gathered for name, why in wrong.items()}
+        agreed = fit._replace(
+            tensors=[pair for pair in fit.tensors if pair[1].name not in mismatched],  # loaded on all ranks or none
+            unexpected=tuple(name for name in fit.unexpected if name not in everybody),
+            mismatched={name: why for name, why in mismatched.items() if name in wanted} | fit.mismatched,
+            last=frozenset().union(*(last for *_, last, _ in gathered)),
+            given=frozenset().union(*(given for *_, given in gathered)),
+        )
         if strict and (missing or agreed.unexpected or mismatched):
             raise mismatch(tuple(missing), agreed.unexpected, mismatched)
         return agreed
@@ -310,7 +321,13 @@ def _fit(root: Any, expanded: Sequence[ExpandedObject], index: Index) -> StateMa
         mismatched |= _group_mismatch(owner, objects)
     tensors = _without_conflicts(tensors, mismatched)
     unexpected = tuple(name for name in stored if name not in seen)
-    return StateMatch(tensors, objects, tuple(missing), unexpected, mismatched)
+    last = [owner for owner in expanded if has_tensors(owner)]
+    inside = {path[:size] for path in objects for size in range(len(path) + 1)}
+    given = [owner for owner in expanded if owner.path in inside or not is_filled(owner)]
+    return StateMatch(
+        tensors, objects, tuple(missing), unexpected, mismatched,
+        frozenset(join(owner.path) for owner in last), frozenset(join(owner.path) for owner in given),
+    )  # fmt: skip
 
 
 def _without_conflicts(

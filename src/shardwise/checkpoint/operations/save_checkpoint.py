@@ -7,6 +7,7 @@ checkpoint is published. The steps after the first exchange can run on a thread 
 
 from __future__ import annotations
 
+import contextlib
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -51,6 +52,7 @@ from shardwise.tensor import DTensor
 __all__ = ["STAGE", "SaveJob", "TensorDescription", "async_save", "execute_save", "save"]
 
 STAGE = "_shardwise_stage"  # on a parameter of a stage of a pipeline: which one, in words
+AHEAD = 86_400 * 10**9  # nanoseconds that another clock may be ahead of this one
 TICK = 1_000_000  # nanoseconds between the times of two checkpoints, if the clock does not tell them apart
 _PART = re.compile(r"blocks-\d+-(\d+)\.safetensors")
 Written = tuple[dict[str, int], list[tuple[str, StoredBlock]]]
@@ -402,7 +404,7 @@ def _save_on_disks(job: SaveJob, written: Written | None) -> None:
         gathered = processes.exchange(outcome)
         hosts = {name: host for (sizes, _), _, host, _ in gathered for name in sizes} if len(set(disks)) > 1 else {}
         if leads:
-            now = gathered[0][3]  # the index is the same on all disks
+            now = max(saved for *_, saved in gathered)  # the index is the same on all disks
             data = outcome.attempt(lambda: _index_data(job, [pair[:2] for pair in gathered], now, hosts), b"")
             outcome.attempt(lambda: staging.write_index(data), None)
         outcome.value = None
@@ -489,13 +491,17 @@ def finish(job: SaveJob, gathered: Sequence[tuple[Written, Any]]) -> None:
 
 
 def _time_of(job: SaveJob) -> int:
-    """The time of a save: later than those of all checkpoints beside it, also if their clocks were ahead."""
+    """The time of a save: later than those of all checkpoints beside it, also if their clocks were ahead.
+
+    Times that no clock in use has are ignored, and a folder that cannot be listed: the checkpoint is written by now.
+    """
     if job.saved is not None:
         return job.saved
-    target, now = job.staging.target, time.time_ns()
-    if not isinstance(target, Path):
-        return now
-    return max([now, *(int(when * 1e9) + TICK for when, _ in checkpoints_in(target.parent))])
+    now = time.time_ns()
+    beside: list[int] = []
+    with contextlib.suppress(CheckpointError):
+        beside = [int(when * 1e9) + TICK for when, _ in checkpoints_in(job.staging.target.parent)]
+    return max([now, *(when for when in beside if when < now + AHEAD)])
 
 
 def _index_data(

@@ -6,19 +6,33 @@ parameter if they have its shape, otherwise as plain tensors.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Container
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from shardwise.checkpoint.format.checkpoint_index import Index
-from shardwise.checkpoint.format.json_values import Name
+from shardwise.checkpoint.format.json_values import Name, join
 from shardwise.checkpoint.format.state_tree import stored_entries, tensor_name
 
 __all__ = ["optimizer_state", "room_for"]
 
 
+@runtime_checkable
+class StatesByName(Protocol):
+    """An object with optimizers whose states have names."""
+
+    def state_to_load(self, stored: Container[str]) -> dict[str, Any]:
+        """The state dict; of optimizers without a state, with the entries that are stored."""
+        ...
+
+
 def optimizer_state(owner: Any, path: Name, index: Index) -> dict[Any, Any]:
     """`owner.state_dict()`; for an optimizer without a state, with the entries of the checkpoint."""
+    if isinstance(owner, StatesByName):
+        size = len(path)
+        stored = (at for at, _ in stored_entries(index.state).values() if at[:size] == path)
+        return owner.state_to_load({join(at[size:]) for at in stored})
     state = owner.state_dict()
     if not isinstance(owner, torch.optim.Optimizer) or state["state"]:
         return state

@@ -44,12 +44,15 @@ def prefixes_of(model: nn.Module, submodules: set[nn.Module] | None, options: An
     return [f"{canonical_name(model, path, options.dsd_fqn_modifiers)}." if path else "" for path in paths]
 
 
-def load_model(model: nn.Module, given: Mapping[str, Any], options: Any) -> Any:
-    """Load a state dict by names. Parameters on the meta device are replaced; tied ones by one parameter."""
+def load_model(model: nn.Module, given: Mapping[str, Any], options: Any, *, own: bool = False) -> Any:
+    """Load a state dict by names. Parameters on the meta device are replaced; tied ones by one parameter.
+
+    With `own` it has the entries of this rank's stages, and ranks do not compare theirs.
+    """
     keys: dict[str, str] = {canonical_name(model, key, options.dsd_fqn_modifiers): key for key in model.state_dict()}
     held = dict(named_tensors(model, options))
     processes = checked_processes(held.values())
-    values = to_load(given, processes, options)
+    values = to_load(given, processes, options, own=own)
     if not values and keys and options.strict:
         raise CheckpointError("the state dict to load is empty", hint="strict=False allows missing entries")
     for name, value in values.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from shardwise.errors import CheckpointError
 
 __all__ = ["flattened", "load_optimizers", "optimizer_state"]
 
-STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+STATE, GROUPS, PARAMS, PARAM_NAMES = "state", "param_groups", "params", "param_names"
 
 
 def _parameter_names(model: nn.Module, options: Any) -> dict[int, list[str]]:
@@ -81,42 +81,58 @@ def _own_state(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def optimizer_state(
-    model: nn.Module, optimizers: Iterable[torch.optim.Optimizer], options: Any
+    model: nn.Module,
+    optimizers: Iterable[torch.optim.Optimizer],
+    options: Any,
+    *,
+    every_name: bool = False,
+    stored: Container[str] | None = None,
 ) -> dict[str, dict[str, Any] | list[Any]]:
-    """The states of all optimizers by names, and their parameter groups."""
+    """The states of all optimizers by names, and their parameter groups.
+
+    Args:
+        model: the model whose parameters are optimized.
+        optimizers: all optimizers.
+        options: a `StateDictOptions`.
+        every_name: a tied parameter has an entry under each of its names, otherwise under the first.
+        stored: flattened names in a checkpoint. An optimizer before its first step has the states that are there.
+    """
     names = _parameter_names(model, options)
     states: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for optimizer in optimizers:
-        ordered = _names_in_order(optimizer, names)
+        ordered = [of_one if every_name else of_one[:1] for of_one in _names_in_order(optimizer, names)]
+        is_new = not optimizer.state
         own = _own_state(optimizer)
         for number, value in own[STATE].items():
-            name = ordered[number][0] if isinstance(number, int) else number
-            if name in states:
-                raise CheckpointError(
-                    f"two optimizers have a state for {name}", hint="get their state dicts one by one"
-                )
-            states[name] = value
-        groups += [{**group, PARAMS: [ordered[number][0] for number in group[PARAMS]]} for group in own[GROUPS]]
+            for name in ordered[number] if isinstance(number, int) else [number]:
+                if name in states:
+                    raise CheckpointError(
+                        f"two optimizers have a state for {name}", hint="get their state dicts one by one"
+                    )
+                if stored is None or not is_new or any(key in stored for key in _walked(value, f"{STATE}.{name}")):
+                    states[name] = value
+        groups += [
+            {**group, PARAMS: [name for number in group[PARAMS] for name in ordered[number]]} for group in own[GROUPS]
+        ]
     return {STATE: states, GROUPS: groups}
 
 
 def flattened(nested: Mapping[str, Any]) -> dict[str, Any]:
     """`{"state": {"w": {"step": 1}}}` as `{"state.w.step": 1}`; group settings are repeated for each parameter."""
-    flat: dict[str, Any] = {}
-
-    def walk(value: Any, name: str) -> None:
-        if isinstance(value, Mapping):
-            for key, item in value.items():
-                walk(item, f"{name}.{key}")
-        else:
-            flat[name] = value
-
-    walk(nested[STATE], STATE)
+    flat = dict(_walked(nested[STATE], STATE))
     for group in nested[GROUPS]:
+        settings = {key: value for key, value in group.items() if key not in (PARAMS, PARAM_NAMES)}
         for name in group[PARAMS]:
-            flat.update({f"{GROUPS}.{name}.{key}": value for key, value in group.items() if key != PARAMS})
+            flat.update({f"{GROUPS}.{name}.{key}": value for key, value in settings.items()})
     return flat
+
+
+def _walked(value: Any, name: str) -> dict[str, Any]:
+    """The values of nested dicts, by joined names."""
+    if not isinstance(value, Mapping):
+        return {name: value}
+    return {at: inside for key, item in value.items() for at, inside in _walked(item, f"{name}.{key}").items()}
 
 
 def _unflattened(flat: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any]:
@@ -142,13 +158,22 @@ def _unflattened(flat: Mapping[str, Any], names: Iterable[str]) -> dict[str, Any
 
 
 def load_optimizers(
-    model: nn.Module, optimizers: tuple[torch.optim.Optimizer, ...], given: Mapping[str, Any], options: Any
+    model: nn.Module,
+    optimizers: tuple[torch.optim.Optimizer, ...],
+    given: Mapping[str, Any],
+    options: Any,
+    *,
+    own: bool = False,
 ) -> None:
-    """Load a state dict by names. Mismatches raise before anything is sent or changed."""
+    """Load a state dict by names. Mismatches raise before anything is sent or changed.
+
+    With `own` it has the entries of this rank's parameters. Ranks do not compare theirs, it may have none, and
+    parameters without a state in it have none afterwards, as in `Optimizer.load_state_dict`.
+    """
     names = _parameter_names(model, options)
     processes = checked_processes(model.parameters())
-    wanted = to_load(given, processes, options)
-    if not wanted:
+    wanted = to_load(given, processes, options, own=own)
+    if not wanted and not own:
         raise CheckpointError(
             "the optimizer's state dict to load is empty",
             hint="broadcast_from_rank0=True with full_state_dict=True broadcasts the one of rank 0",
@@ -159,7 +184,7 @@ def load_optimizers(
     for optimizer in optimizers:
         ordered = _names_in_order(optimizer, names)
         by_name = _renumbered(wanted, ordered, len(optimizers)) if _is_numbered(wanted) else wanted
-        picked.append(_picked(optimizer, ordered, by_name, options))
+        picked.append(_picked(optimizer, ordered, by_name, options, own))
     receive(wanted, processes, options)
     for optimizer, state in zip(optimizers, picked, strict=True):
         optimizer.load_state_dict(
@@ -189,7 +214,7 @@ def _renumbered(state: Mapping[str, Any], ordered: list[list[str]], count: int) 
 
 
 def _picked(
-    optimizer: torch.optim.Optimizer, ordered: list[list[str]], given: Mapping[str, Any], options: Any
+    optimizer: torch.optim.Optimizer, ordered: list[list[str]], given: Mapping[str, Any], options: Any, own_state: bool
 ) -> dict[str, Any]:
     """The state dict that one optimizer loads, by its numbers; each value knows the tensor it replaces."""
     _init_optim_state(optimizer)
@@ -204,7 +229,7 @@ def _picked(
             _match(states[number], own[STATE].get(number, {}), parameter)
         elif own[STATE].get(number) and parameter.requires_grad:
             missing.append(ordered[number][0])
-    if missing and options.strict:
+    if missing and options.strict and not own_state:
         raise CheckpointError(
             f"no state for {', '.join(missing)} is in the state dict of the optimizer",
             hint="strict=False leaves these without a state, as in a new optimizer",
@@ -235,7 +260,7 @@ def _settings(own: Mapping[str, Any], names: list[list[str]], given: Mapping[str
     if not names:
         empty = [group for group in given[GROUPS] if not group[PARAMS]]
         found = empty if len(empty) == 1 else []
-    settings = [{k: v for k, v in group.items() if k not in (PARAMS, "param_names")} for group in found]
+    settings = [{k: v for k, v in group.items() if k not in (PARAMS, PARAM_NAMES)} for group in found]
     for value in leaves(settings[:1]):
         if isinstance(value, TensorToLoad):
             value.want(None)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from shardwise.checkpoint.operations.apply_load import memory_of
 from shardwise.checkpoint.operations.process_exchange import Outcome, Processes, processes_of
 from shardwise.errors import CheckpointError
 from shardwise.fabric.rank_tensor import parts_of
@@ -107,11 +108,16 @@ class TensorToLoad:
         assert isinstance(tensor, torch.Tensor)
         if isinstance(self.like, DTensor) and self.like.shape == self.shape:
             laid_out = laid_out_as(tensor, self.like.spec)
-            self.value = laid_out.detach().clone() if laid_out is tensor else laid_out
+            self.value = self._own(tensor) if laid_out is tensor else laid_out
         elif self.like is not None and isinstance(tensor, DTensor):
             self.value = _full_tensor(tensor)
         else:
-            self.value = tensor.detach().clone()
+            self.value = self._own(tensor)
+
+    def _own(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor in this layout, unless it is the one that it replaces."""
+        is_there = self.like is not None and memory_of(tensor) == memory_of(self.like)
+        return tensor.detach() if is_there else tensor.detach().clone()
 
     def _sent(self, processes: Processes) -> torch.Tensor:
         source = self.source
@@ -124,12 +130,15 @@ class TensorToLoad:
         return tensor
 
 
-def to_load(given: Any, processes: Processes, options: Any) -> Any:
-    """The state dict with a `TensorToLoad` for each tensor; the same on all ranks if rank 0 broadcasts it."""
+def to_load(given: Any, processes: Processes, options: Any, *, own: bool = False) -> Any:
+    """The state dict with a `TensorToLoad` for each tensor; the same on all ranks if rank 0 broadcasts it.
+
+    With `own` each rank has the entries of its part of a model, which may be none, and nothing is compared.
+    """
     if processes.alone or not options.broadcast_from_rank0:
         outcome = Outcome()
         outcome.value = bool(given)
-        if len(set(processes.exchange(outcome))) > 1:
+        if not own and len(set(processes.exchange(outcome))) > 1:
             raise CheckpointError(
                 "the state dict to load is empty on some ranks",
                 hint="broadcast_from_rank0=True with full_state_dict=True broadcasts the one of rank 0",
