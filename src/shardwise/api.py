@@ -256,4 +256,4 @@ def mark_replaced(who: str, before: list[nn.Parameter], *modules: nn.Module) -> 
 
 
 def _unmark(parameter: torch.Tensor) -> None:
-    parameter.__dict__.pop(REPLACED, None)
+    vars(parameter).pop(REPLACED, None)
