@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
 from tests.gloo.processes import ProcessPool
@@ -86,6 +87,29 @@ def comes_with_another_seed() -> tuple[list[float], int, str]:
     except sw.AgreementError as caught:
         error = str(caught)
     return numbers, sum("different random states" in str(w.message) for w in said), error
+
+
+def recomputes_with_another_seed() -> tuple[str, bool]:
+    """The error of a first draw that is recomputed, and whether gradients are those of one draw after seeding."""
+    mesh = sw.init_device_mesh("cpu", (4,), mesh_dim_names=("recomputed",))
+    torch.manual_seed(100 + dist.get_rank())
+    x = sw.distribute_tensor(torch.ones(8, 4), mesh, [R]).requires_grad_()
+    error = ""
+    try:
+        checkpoint(F.dropout, x, use_reentrant=False)
+    except sw.AgreementError as caught:
+        error = str(caught)
+    sw.manual_seed(3, mesh)
+    y = checkpoint(F.dropout, x, use_reentrant=False)
+    y.sum().backward()
+    return error, torch.equal(x.grad.full_tensor(), y.detach().full_tensor())  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+
+
+def test_a_first_draw_that_is_recomputed_needs_equal_states(gloo4: ProcessPool) -> None:
+    for error, same in gloo4.run(recomputes_with_another_seed):
+        assert "inside a checkpointed function" in error
+        assert "manual_seed" in error
+        assert same
 
 
 def test_ranks_that_come_with_different_states_agree_on_the_first(gloo4: ProcessPool) -> None:

@@ -32,7 +32,7 @@ from shardwise.plan.propagate import meta_tensor, replicated_spec
 from shardwise.rng.cuda import philox_fill as philox
 from shardwise.rng.draw_blocks import default_generator, draw_blocks
 from shardwise.rng.random_fill import FILLS, FROM, IN_PLACE, Draw, fills
-from shardwise.torch_private import OpOverload
+from shardwise.torch_private import OpOverload, saved_tensor_hooks
 
 __all__ = [
     "agree_on_state",
@@ -196,7 +196,13 @@ def agree_once(mesh: DeviceMesh) -> None:
         return
     if is_tracing():
         with unrecorded():
-            _check_agreement(mesh)
+            _check_agreement(
+                mesh, "trace a program that draws random numbers", "before the compiled program first runs"
+            )
+    elif saved_tensor_hooks._top_saved_tensors_default_hooks(True) is not None:
+        # `torch.utils.checkpoint` has kept the state from before, from which the recomputation would draw
+        what = "draw random numbers for the first time inside a checkpointed function (or below hooks of saved tensors)"
+        _check_agreement(mesh, what, "before the forward pass")
     else:
         agree_on_state(mesh)
     _agreed[mesh] = None
@@ -217,15 +223,15 @@ def forget_agreements(known: int) -> list[DeviceMesh]:
     return fresh
 
 
-def _check_agreement(mesh: DeviceMesh) -> None:
-    """Raise if states differ while a program is traced: they cannot be changed then, since a compiler restores them."""
+def _check_agreement(mesh: DeviceMesh, what: str, when: str) -> None:
+    """Raise if states differ where they cannot be changed, since compilers and recomputation restore them."""
     if not coordinates_here(mesh) or not fabric_of(mesh).one_rank:
         return
     state = hashlib.sha1(default_generator(device_of(mesh)).get_state().numpy().tobytes()).hexdigest()
     if len(set(fabric_of(mesh).agree(mesh, state, torch.empty(0)))) > 1:
         raise AgreementError(
-            f"the ranks of {mesh} trace a program that draws random numbers with different random states",
-            hint="call shardwise.manual_seed(seed) with one seed on every rank before the compiled program first runs",
+            f"the ranks of {mesh} {what} with different random states",
+            hint=f"call shardwise.manual_seed(seed) with one seed on every rank {when}",
         )
 
 
