@@ -54,14 +54,13 @@ types: $(READY)
 pure: $(READY)
 	$(PYTEST) tests/pure
 
-# Two workers share the cores. Tests on processes are given to them by files, so that one waits while the other computes;
-# those of a GPU run alone, as they measure its memory. Folders rather than markers: nothing is collected twice.
-# WITHOUT=pure leaves out what `make check` has just run. Annotations are checked at run time in the pure tier; in these
-# that would double the time: TYPES=1 does it.
+# Tests that stay in one process share the cores; those that start processes, or a process group here, run alone: some
+# wait for limits of time. Folders rather than markers: nothing is collected twice. WITHOUT=pure leaves out what
+# `make check` has just run. Annotations are checked at run time in the pure tier; in these that would double the time:
+# TYPES=1 does it.
 test: $(READY)
 	$(UNCHECKED) $(PYTEST) -n 2 $(filter-out tests/$(WITHOUT),tests/pure tests/virtual src)
-	$(UNCHECKED) $(PYTEST) -n 2 --dist loadfile tests/gloo tests/hosts tests/peer
-	$(PYTEST) tests/gpu
+	$(UNCHECKED) $(PYTEST) tests/gloo tests/hosts tests/peer tests/gpu
 
 bench: $(READY)
 	$(PY) -m bench $(BENCH)
