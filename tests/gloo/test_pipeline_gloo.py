@@ -88,7 +88,8 @@ class DropsOut(nn.Module):
 
 def drops_out(stages: int) -> tuple[list[list[bool]], list[bool]]:
     """The masks of this rank in two steps, and a draw after them. Ranks begin with other seeds."""
-    mesh = sw.init_device_mesh("cpu", (stages, 4 // stages), mesh_dim_names=("pp", "tp"))
+    # names that no other test uses: ranks agree on a random state once for each mesh
+    mesh = sw.init_device_mesh("cpu", (stages, 4 // stages), mesh_dim_names=("drawing", "alike"))
     layers = [DropsOut() for _ in range(stages)]
 
     def lay(stage: nn.Module, mesh: sw.DeviceMesh, number: int) -> None:
@@ -96,7 +97,7 @@ def drops_out(stages: int) -> tuple[list[list[bool]], list[bool]]:
             if isinstance(layer, DropsOut):
                 layer.weight = nn.Parameter(sw.distribute_tensor(torch.ones(16), mesh, [sw.Replicate()]))
 
-    pipe = sw.pipeline(nn.Sequential(*layers), mesh["pp"], microbatches=3, parallelize=lay)
+    pipe = sw.pipeline(nn.Sequential(*layers), mesh["drawing"], microbatches=3, parallelize=lay)
     torch.manual_seed(dist.get_rank())
     x, y = (
         sw.distribute_tensor(torch.ones(3, 16), pipe.meshes[end], [sw.Replicate()], src_data_rank=None)
