@@ -208,9 +208,12 @@ class Gathered:
         if found is None or found.flags != flags:
             with kept_apart(grads=True):
                 tensors = self.group.make_leaves(self, compute_mesh)
-            leaves = [tensors[index] for index in self.source.indices]
-            versions = [self._count(leaf, index) for leaf, index in zip(leaves, self.source.indices, strict=True)]
-            locals_ = [getattr(leaf, "_local_tensor", None) for leaf in leaves]
+            versions: list[int] = []
+            locals_: list[Any] = []
+            for index in self.source.indices:
+                leaf = tensors[index]
+                versions.append(self._count(leaf, index) if data_was_read else leaf._version)
+                locals_.append(getattr(leaf, "_local_tensor", None))
             found = self._leaves[compute_mesh] = _Leaves(tensors, versions, locals_, flags)
         return found.tensors
 
@@ -230,9 +233,9 @@ class Gathered:
         return found
 
     def _count(self, leaf: Any, index: int) -> int:
-        """How many times a leaf was written to. Autograd does not see writes through the `data` of a DTensor."""
+        """How many times a leaf was written to: autograd does not see writes through the `data` of a DTensor."""
         assert self.tensors is not None
-        if not data_was_read or not isinstance(leaf, DTensor):  # `data` of the other leaves shares their counter
+        if not isinstance(leaf, DTensor):  # `data` of the other leaves shares their counter
             return leaf._version
         return leaf._version + writes_as_data(part_at(self.tensors[index], 0))
 
