@@ -113,8 +113,9 @@ class ProcessGroups(Fabric):
 
     def later_world(self) -> int:
         """How many worlds this process has left for the present one; 0 in the first."""
-        noticed = self._world is distributed_c10d._world.default_pg
-        return max(self._worlds - 1, 0) if noticed else self._worlds
+        if self._world is not distributed_c10d._world.default_pg:
+            return self._worlds  # the present one was not noticed yet
+        return self._worlds - 1 if self._worlds else 0
 
     def after_fork(self) -> None:
         """Forget the state of the parent of this process, which is not a rank until it joins a process group.

@@ -22,7 +22,7 @@ from shardwise.core.symbolic import hinted, known_value, specialized
 from shardwise.core.tangents import accept_plain_tangents
 from shardwise.core.tracing import is_tracing, proxy_mode
 from shardwise.dispatch.views import OUTSIDE
-from shardwise.fabric.base import fabric_of
+from shardwise.fabric.base import fabric_of, fabrics
 from shardwise.fabric.rank_tensor import RankTensor, parts_of
 from shardwise.plan.propagate import replicated_spec
 from shardwise.tensor.gradient_layouts import gradient_spec
@@ -67,11 +67,12 @@ class CompileProtocol(LaidOutTensor):
     __slots__ = ()
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        flattened, changed = self._spec.flattened, modes.changed_modes()
-        if later := fabric_of(self._spec.mesh).later_world():  # graphs name groups, and depend on the rank
+        spec = self._spec
+        flattened, changed = spec.flattened, modes.changed_modes()
+        if later := fabrics[spec.mesh.fabric].later_world():  # graphs name groups, and depend on the rank
             changed = (modes.in_force(), later)
-        if self._spec.tensor_meta.is_symbolic:
-            _trace_again_where_fixed(self._spec)
+        if spec.tensor_meta.is_symbolic:
+            _trace_again_where_fixed(spec)
         if changed is None and flattened[1].__class__ is tuple:
             return flattened
         names, context = flattened
@@ -83,6 +84,8 @@ class CompileProtocol(LaidOutTensor):
     @classmethod
     def __metadata_guard__(cls, compiled: tuple[Any, ...], given: tuple[Any, ...]) -> bool:
         """Whether code that was compiled for one context may run for another: the same layout, in the same modes."""
+        if compiled.__class__ is tuple is given.__class__:  # default modes, one local: nothing beside the layout
+            return compiled == given
         return compiled == given and _guarded(compiled) == _guarded(given)
 
     @staticmethod
