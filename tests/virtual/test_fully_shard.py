@@ -19,6 +19,7 @@ import shardwise as sw
 from shardwise import Replicate, Shard
 from shardwise.debug import CommDebugMode
 from shardwise.parallel import CPUOffloadPolicy, MixedPrecisionPolicy, register_fsdp_forward_method
+from shardwise.parallel.data_parallel.schedule import thread_state
 from tests.largest import Largest
 from tests.transformer import (
     WIDTH,
@@ -629,6 +630,38 @@ def test_another_method_may_be_as_forward() -> None:
     assert gathered_bytes(model) == 0
 
 
+def test_a_method_whose_parameters_cannot_be_gathered_leaves_no_forward_running() -> None:
+    mesh = line(2)
+    model = sw.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), mesh)
+    model.project = lambda x: model[0](x)
+    register_fsdp_forward_method(model, "project")
+    model[0].double()
+    x = sw.distribute_tensor(torch.ones(2, 4), mesh, [S0])
+    with pytest.raises(sw.UnsupportedError, match="had one dtype"):
+        model.project(x)
+    model[0].float()
+    with CommDebugMode() as comm:
+        for _ in range(2):  # each is an outermost forward again
+            model(x).sum().backward()
+    assert counts(comm) == {"all_gather_into_tensor": 2, "reduce_scatter_tensor": 2}
+    assert thread_state.frames == []
+
+
+@pytest.mark.parametrize("whole_model", [True, False])
+def test_an_input_that_is_used_again_keeps_no_hooks(whole_model: bool) -> None:
+    """Training an input, as a soft prompt, of a frozen model; a module may also return its input as it is."""
+    mesh = line(2)
+    layers = [nn.Linear(4, 4).requires_grad_(False), nn.Identity()]
+    model = sw.fully_shard(nn.Sequential(*(layers if whole_model else layers[1:])), mesh)
+    x = sw.distribute_tensor(torch.ones(2, 4), mesh, [S0]).requires_grad_()
+    for _ in range(3):
+        model(x)
+    assert len(x._backward_hooks or ()) <= 2
+    for _ in range(3):
+        model(x).sum().backward()
+    assert not x._backward_hooks
+
+
 @pytest.mark.parametrize("wrap", [Result, Hidden])
 def test_outputs_may_be_objects(wrap: Callable[[Any], Any]) -> None:
     mesh = line(2)
@@ -843,6 +876,9 @@ def test_gradients_of_parameters_that_autograd_does_not_reach_are_refused(
     with pytest.raises(sw.ShardwiseError, match="reduced outside of autograd"):
         model(x).sum().backward(inputs=parameters)
     assert all(parameter.grad is None for parameter in parameters)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    with pytest.raises(sw.ShardwiseError, match="reduced outside of autograd"):
+        model(x).sum().backward(inputs=list(model.parameters()))
 
 
 def test_gradients_asked_for_by_edges_and_by_gathered_leaves_are_refused() -> None:

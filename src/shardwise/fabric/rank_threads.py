@@ -35,7 +35,20 @@ __all__ = ["RankThreads", "rank_threads", "torchrun_environment"]
 # `exchange(state)` sets the state of one rank (None for a new one) and returns the state of the previous one.
 Exchange = Callable[[Any], Any]
 
+END = 1.0  # seconds that a thread may take to drop its objects
 POLL = 1e-3  # seconds between two polls of a thread that is not a rank, or of ranks that all poll
+
+
+def _wait_for_end(thread: threading.Thread) -> None:
+    """Wait until a thread has gone from the system, on Linux.
+
+    `join` returns before the thread drops its objects in torch. That needs the interpreter's lock, and a thread that
+    waits for it while the interpreter shuts down aborts the process.
+    """
+    for _ in range(round(END / POLL)):
+        if not os.path.exists(f"/proc/self/task/{thread.native_id}"):
+            return
+        time.sleep(POLL)
 
 
 class _Stopped(BaseException):
@@ -98,6 +111,7 @@ class RankThreads:
             self._acquire(self._all_ended)
             for thread in threads:
                 thread.join()
+                _wait_for_end(thread)
         return self.failure
 
     def _work(self, rank: int, program: Callable[[int], object]) -> None:
