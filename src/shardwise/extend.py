@@ -20,7 +20,7 @@ from shardwise.core.tracing import is_dynamo_compiling
 from shardwise.errors import LayoutError, RuleError
 from shardwise.fabric.world import as_mesh, init_device_mesh, virtual
 from shardwise.rules.engine import Factors, Row, candidates, parse
-from shardwise.rules.registry import Call, Rule, declare_rule, find_rule, overloads, pattern_factors
+from shardwise.rules.registry import Call, Rule, declare_rule, find_rule, overloads, pattern_factors, readers_of
 from shardwise.schema import OpInfo, load_rules
 from shardwise.tensor import DTensor, dtensor_of, forget_operators, is_dtensor
 from shardwise.torch_private import OpOverload, OpOverloadPacket, tree_flatten, tree_leaves, tree_unflatten
@@ -63,7 +63,8 @@ def register_sharding(op: Operator | Sequence[Operator], rule: str | None = None
         return None
 
     def decorate(rows_of: Callable[..., Any]) -> Callable[..., Any]:
-        _declare(Rule(lambda call: _factors_from_rows(call, rows_of)), ops)
+        reads = readers_of([argument.name for op in ops for argument in op._schema.arguments])  # rows may depend on all
+        _declare(Rule(lambda call: _factors_from_rows(call, rows_of), reads=reads), ops)
         return rows_of
 
     return decorate

@@ -17,6 +17,7 @@ from shardwise.rules.registry import Rule, find_rule
 from shardwise.torch_private import OpOverload
 
 __all__ = [
+    "NUMBERS",
     "UNREAD",
     "OpInfo",
     "Reader",
@@ -28,10 +29,23 @@ __all__ = [
 ]
 
 
-def UNREAD(value: Any) -> None:  # a mark
-    """The placeholder that a rule sees for a number that it does not read."""
+class _Unread:
+    """The reader of a number that no rule reads. Rules get it in place of the number, and cannot compute with it."""
+
+    def __call__(self, value: Any) -> None:
+        """Nothing of the value is in the key of a call."""
+
+    def _refuse(self, *others: Any) -> Any:
+        raise AssertionError("a rule uses a number that is not among its `reads`, and not in the key of the call")
+
+    __bool__ = __int__ = __float__ = __index__ = __neg__ = __abs__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse
+    __hash__ = object.__hash__
 
 
+UNREAD = _Unread()
+NUMBERS = {int, float, bool, complex}
 Reader = Callable[[Any], Any] | None
 
 

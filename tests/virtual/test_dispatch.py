@@ -1,5 +1,6 @@
 """The dispatcher: keys, caches, plain tensors, writes, strict mode, warnings."""
 
+import dataclasses
 import functools
 import subprocess
 import sys
@@ -17,8 +18,9 @@ import shardwise as sw
 from shardwise.debug import CommDebugMode
 from shardwise.dispatch import OpDispatcher, executors
 from shardwise.local import sparing_empty
+from shardwise.rules.registry import RULES
 from shardwise.schema import op_info
-from shardwise.tensor import dispatcher
+from shardwise.tensor import dispatcher, forget_operators
 from tests.virtual.parity import assert_parity
 
 FLOAT = torch.float64
@@ -59,6 +61,28 @@ def test_the_type_of_a_scalar_is_in_the_key(mesh):
     for scalar in (0.0, -0.0):
         got, wanted = torch.copysign(x.double(), scalar).full_tensor(), torch.copysign(plain.double(), scalar)
         assert torch.equal(got, wanted)
+
+
+def test_the_types_of_numbers_in_a_list_are_in_the_key(mesh):
+    plain = [torch.arange(4), torch.arange(4) > 1]
+    given = [sw.distribute_tensor(t, mesh, [sw.Shard(0)]) for t in plain]
+    for numbers in ([1, 2], [1, 2.0], [1, True], [True, 2], [1.0, 2]):
+        for got, wanted in zip(torch._foreach_mul(given, numbers), torch._foreach_mul(plain, numbers), strict=True):
+            assert got.dtype is got.full_tensor().dtype is wanted.dtype
+
+
+def test_a_rule_cannot_read_a_number_that_is_not_in_the_key(mesh, monkeypatch):
+    op = torch.ops.aten.elu.default
+    rule = RULES[op]
+    reading = dataclasses.replace(rule, factors=lambda call: rule.factors(call) if call["alpha"] > 0 else None)
+    monkeypatch.setitem(RULES, op, reading)
+    forget_operators()
+    try:
+        with pytest.raises(AssertionError, match="not among its `reads`"):
+            torch.nn.functional.elu(sharded(mesh, 4), 2.0)
+    finally:
+        monkeypatch.undo()
+        forget_operators()
 
 
 def test_sizes_are_in_the_key_and_the_cache_is_bounded(mesh, monkeypatch):

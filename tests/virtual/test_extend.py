@@ -105,6 +105,27 @@ def test_what_a_new_rule_reads_is_in_the_key(mesh: sw.DeviceMesh, monkeypatch: p
     assert different
 
 
+def test_rows_of_a_users_function_may_depend_on_numbers() -> None:
+    """They are worked out again for other numbers, also inside lists."""
+    mesh = sw.init_device_mesh("cpu", (2,))
+    with torch.library._scoped_library("rows_by_numbers", "FRAGMENT") as library:
+        library.define("power(Tensor x, float p) -> Tensor")
+        library.define("powers(Tensor x, Scalar[] p) -> Tensor")
+        library.impl("power", lambda x, p: x**p, "CompositeExplicitAutograd")
+        library.impl("powers", lambda x, p: x ** p[1], "CompositeExplicitAutograd")
+        ops = torch.ops.rows_by_numbers
+
+        @sw.register_sharding([ops.power.default, ops.powers.default])
+        def rows(x: Any, p: Any) -> Any:
+            linear = [([sw.Partial()], [sw.Partial(), None])]
+            return linear if (p[1] if isinstance(p, list | tuple) else p) == 1 else []
+
+        x = sw.DTensor.from_local(torch.full((2,), 3.0), mesh, [sw.Partial()])
+        for p in (1.0, 2.0, 1.0):
+            assert torch.equal(ops.power(x, p).full_tensor(), torch.full((2,), 6.0**p))
+            assert torch.equal(ops.powers(x, [7.0, p]).full_tensor(), torch.full((2,), 6.0**p))
+
+
 class MappedCall(torch.nn.Module):
     """A module whose call makes a function of local tensors of the call that it inherits."""
 

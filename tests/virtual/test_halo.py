@@ -192,6 +192,14 @@ def test_pooling(name: str) -> None:
 
 
 @pytest.mark.usefixtures("always_with_halos")
+@pytest.mark.parametrize("mode", ["nearest", "bilinear", "bicubic"])
+def test_scales_that_give_one_size(mode: str) -> None:
+    for scale in (2.2, 2.15, 2.24):
+        case = resized(scale_factor=scale, mode=mode), (image(8, 8),)
+        assert compare(f"{mode} by {scale}", case, (4,), [Shard(2)]).shape[-1] == 17
+
+
+@pytest.mark.usefixtures("always_with_halos")
 @pytest.mark.parametrize("name", [*PADS, *UNFOLDED, *RESIZED])
 def test_pads_windows_and_resizing(name: str) -> None:
     case = {**PADS, **UNFOLDED, **RESIZED}[name]

@@ -20,7 +20,7 @@ from shardwise.fabric.rank_tensor import part_at
 from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.local import laid_out_like, like
 from shardwise.plan.propagate import replicated, replicated_spec
-from shardwise.schema import UNREAD, OpInfo, Reader, Slot, infos, op_info
+from shardwise.schema import NUMBERS, UNREAD, OpInfo, Reader, Slot, infos, op_info
 from shardwise.torch_private import OpOverload, tree_map
 
 __all__ = [
@@ -78,7 +78,7 @@ def _part(tensor_class: type, value: Any, looked_at: Reader) -> Any:
     if issubclass(kind, tensor_class):
         return value._spec
     if kind is list or kind is tuple:
-        if value and value[0].__class__ is int:  # sizes and dims: of one type by the schema
+        if value and value[0].__class__ is int and looked_at is None:  # sizes and dims: of one type by the schema
             return tuple(value)
         return tuple(
             [item._spec if item.__class__ is tensor_class else _part(tensor_class, item, looked_at) for item in value]
@@ -206,7 +206,7 @@ class Signature:
     info: OpInfo
     slots: tuple[Slot, ...]
     specs: tuple[DTensorSpec, ...]
-    arguments: Mapping[str, Any]  # all of them by name, with specs in place of tensors
+    arguments: Mapping[str, Any]  # all by name: specs in place of tensors, UNREAD in place of numbers not in the key
     wrapping: Wrapping
     mesh: DeviceMesh  # the one mesh of all operands
     pinned: tuple[int, ...]  # the operands that are written to: they keep their layout
@@ -224,6 +224,9 @@ class Signature:
         """The signature of a call with the tensors `found`."""
         tensor_class = wrapping.tensor_class
         arguments = {**info.defaults, **dict(zip(info.names, args, strict=False)), **kwargs}
+        for name in info.unread:  # another call of this key may have another number
+            if name in arguments and arguments[name].__class__ in NUMBERS:
+                arguments[name] = UNREAD
         lists: dict[str, list[Any]] = {}
         specs: list[DTensorSpec] = []
         for slot, tensor in found:

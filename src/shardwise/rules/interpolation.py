@@ -17,6 +17,7 @@ from shardwise.rules.taps import Resampling
 from shardwise.rules.windows import SPACE, Places, local_image
 
 aten = torch.ops.aten
+SCALES = ("scales", "scales_d", "scales_h", "scales_w")  # arguments; one size may follow from several scales
 LARGEST = 1 << 16  # denominator of the fraction that approximates a scale
 # rows read before and after the position of a row, and one for rounding
 REACH = {"nearest": (1, 2), "nearest-exact": (1, 2), "linear": (1, 2), "cubic": (2, 3)}
@@ -97,9 +98,10 @@ def _scales(options: Sequence[Any], places: Places, first: int, space: int) -> l
 for name, (space, kind, smooths) in INTERPOLATIONS.items():
     factors = functools.partial(leading, space=space, linear=True)
     how = {"space": space, "kind": kind, "smooths": smooths}
-    rule(getattr(aten, name).default, halo=lambda call, how=how: resizing_halo(call, **how))(factors)
+    rule(getattr(aten, name).default, reads=SCALES, halo=lambda call, how=how: resizing_halo(call, **how))(factors)
     rule(
         getattr(aten, f"{name}_backward").default,
         localize=local_image,
+        reads=SCALES,
         halo=lambda call, how=how: resizing_backward_halo(call, **how),
     )(factors)

@@ -28,6 +28,7 @@ __all__ = [
     "find_rule",
     "layout_rule",
     "pattern_rule",
+    "readers_of",
     "rule",
 ]
 
@@ -187,7 +188,7 @@ def rule(
 
     def declare(factors: Callable[[Call], Factors | None]) -> Callable:
         made = Rule(
-            factors, None, localize, _looked_at(reads), local_op, meta_op, rows, halo, algorithms or {}, program,
+            factors, None, localize, readers_of(reads), local_op, meta_op, rows, halo, algorithms or {}, program,
             by_groups, gathering_node,
         )  # fmt: skip
         declare_rule(made, *ops)
@@ -201,7 +202,8 @@ def is_zero(value: Any) -> bool:
     return value == 0
 
 
-def _looked_at(reads: Sequence[str] | Mapping[str, Callable[[Any], Any]]) -> Mapping[str, Callable[[Any], Any]]:
+def readers_of(reads: Sequence[str] | Mapping[str, Callable[[Any], Any]]) -> Mapping[str, Callable[[Any], Any]]:
+    """By argument the function whose value is in the dispatch key; of arguments that are only named, the value."""
     return reads if isinstance(reads, Mapping) else dict.fromkeys(reads, lambda value: value)
 
 
@@ -215,7 +217,7 @@ def layout_rule(
     """Declare a rule that considers all axes at once."""
 
     def declare(layouts: Layouts) -> Layouts:
-        own = Rule(layouts=layouts, localize=localize, reads=_looked_at(reads), local_op=local_op, meta_op=meta_op)
+        own = Rule(layouts=layouts, localize=localize, reads=readers_of(reads), local_op=local_op, meta_op=meta_op)
         declare_rule(own, *ops)
         return layouts
 
