@@ -17,6 +17,7 @@ import shardwise as sw
 from shardwise.checkpoint import async_save, export_safetensors, load, load_safetensors, read, reshard, save
 from shardwise.checkpoint.operations import save_checkpoint as writing
 from shardwise.checkpoint.operations.load_checkpoint import open_index
+from shardwise.checkpoint.operations.process_exchange import Outcome, Processes
 from shardwise.fabric.c10d import c10d
 from tests.gloo import checkpoint_faults
 from tests.gloo.processes import ProcessPool
@@ -93,6 +94,29 @@ def reads_its_part(folder: str) -> tuple[int, int]:
     loaded = load({"w": target}, Path(folder) / "rows")
     assert torch.equal(target.full_tensor(), whole)
     return loaded.bytes_read, target.to_local().nbytes
+
+
+def exchanges(folder: str) -> tuple[int, list[int]]:
+    """How many collectives a load takes, and the lengths of long and short messages that arrived."""
+    mesh, path = mesh_of((4,)), Path(folder) / "exchanged"
+    state = {"w": sw.ones(8, 8, device_mesh=mesh, placements=[sw.Shard(0)])}
+    save(state, path)
+    calls: list[int] = []
+    original = dist.all_gather
+
+    def counted(*args: Any, **options: Any) -> Any:
+        calls.append(1)
+        return original(*args, **options)
+
+    dist.all_gather = counted
+    try:
+        load(state, path)
+        taken = len(calls)
+        outcome = Outcome()
+        outcome.value = b"x" * (0, 3000, 4084, 50_000)[dist.get_rank()]
+        return taken, [len(value) for value in Processes(dist.group.WORLD).exchange(outcome)]
+    finally:
+        dist.all_gather = original
 
 
 def a_rank_fails(folder: str) -> list[str]:
@@ -315,6 +339,12 @@ def test_processes_that_save_compare_plain_tensors(gloo4: ProcessPool, tmp_path:
 def test_training_goes_on(gloo4: ProcessPool, tmp_path: Path) -> None:
     for kept, resumed in gloo4.run(trains, str(tmp_path)):
         assert kept == resumed
+
+
+def test_a_load_takes_four_collectives(gloo4: ProcessPool, tmp_path: Path) -> None:
+    for calls, lengths in gloo4.run(exchanges, str(tmp_path)):
+        assert calls == 4
+        assert lengths == [0, 3000, 4084, 50_000]
 
 
 def test_a_rank_reads_its_part_alone(gloo4: ProcessPool, tmp_path: Path) -> None:

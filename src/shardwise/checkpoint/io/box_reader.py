@@ -48,9 +48,10 @@ def read_again(files: FileReader, stored: StoredTensor, box: Box, memory: HostBu
     The sum of pairs is compared: it misses changes of the highest bits alone. So checksums are compared as well if a
     file may have been written to.
     """
-    full = files.is_touched()
+    names = {stored.blocks[number].file for number in before}
+    full = files.is_touched(names)
     values, parts = _read(files, stored, box, memory, full=full)
-    if not full and files.is_touched():
+    if not full and files.is_touched(names):
         full = True
         values, parts = _read(files, stored, box, HostBuffer.of(values), full=True)
     for number, sums in parts.items():

@@ -292,9 +292,9 @@ class FileReader:
         self._open[name] = file  # the most recently used is last
         return file
 
-    def is_touched(self) -> bool:
-        """Whether one of the open files may have been written to since it was opened."""
-        return any(isinstance(file, LocalFile) and file.is_touched() for file in self._open.values())
+    def is_touched(self, names: Iterable[str]) -> bool:
+        """Whether one of these files may have been written to since it was opened."""
+        return any(isinstance(file := self._open.get(name), LocalFile) and file.is_touched() for name in names)
 
     def read_part(
         self,

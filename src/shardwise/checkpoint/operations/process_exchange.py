@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -27,6 +28,8 @@ from shardwise.tensor import DTensor
 __all__ = ["Outcome", "Processes", "processes_of"]
 
 T = TypeVar("T")
+LENGTH = 8  # bytes of a number: how long the message of a process is
+FIRST = 4096  # bytes of each process in the first collective of an exchange, its length included
 
 
 class Outcome:
@@ -103,11 +106,29 @@ class Processes:
 
     def _all_gather(self, mine: Any) -> list[Any]:
         """All-gather an object."""
-        received: list[Any] = [None] * len(self.ranks)
-        c10d.checked(
-            self.group, "an exchange of a checkpoint", lambda: dist.all_gather_object(received, mine, group=self.group)
-        )
-        return received
+        data = pickle.dumps(mine)
+        received = c10d.checked(self.group, "an exchange of a checkpoint", lambda: self._gather_bytes(data))
+        return [pickle.loads(one) for one in received]
+
+    def _gather_bytes(self, data: bytes) -> list[bytes]:
+        """All-gather bytes. `dist.all_gather_object` sends lengths first; here the begin of the bytes goes with them.
+
+        Most exchanges are short, and then one collective is enough.
+        """
+        room = FIRST - LENGTH
+        first = self._gather_equal(len(data).to_bytes(LENGTH, "little") + data[:room], FIRST)
+        lengths = [int.from_bytes(one[:LENGTH], "little") for one in first]
+        left = max(lengths) - room
+        rest = self._gather_equal(data[room:], left) if left > 0 else [b""] * len(first)
+        return [(a[LENGTH:] + b)[:length] for a, b, length in zip(first, rest, lengths, strict=True)]
+
+    def _gather_equal(self, data: bytes, size: int) -> list[bytes]:
+        """All-gather bytes, padded to the same size on all processes."""
+        device = self.device(torch.device("cpu"))
+        mine = torch.from_numpy(np.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=np.uint8)).to(device)
+        received = torch.from_numpy(np.empty((len(self.ranks), size), dtype=np.uint8)).to(device)
+        dist.all_gather(list(received.unbind()), mine, group=self.group)
+        return [row.tobytes() for row in received.cpu().numpy()]
 
     def exchange_if_different(
         self, outcome: Outcome, fact: Callable[[], Any], beside: Any = None
