@@ -24,7 +24,7 @@ from shardwise.parallel.data_parallel.granular_params import granular_placements
 from shardwise.parallel.data_parallel.module_tree import STATE, owned_parameters, subclass_with
 from shardwise.parallel.data_parallel.param_group import ParameterGroup, alike
 from shardwise.parallel.data_parallel.precision import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
-from shardwise.parallel.data_parallel.schedule import ModuleState, abandon_forward
+from shardwise.parallel.data_parallel.schedule import ModuleState, abandon_forward, leave_forwards, thread_state
 from shardwise.parallel.data_parallel.sharded_param import ShardedParameter, computed_shape
 from shardwise.parallel.data_parallel.waiting_gradients import follow_waiting_gradients
 
@@ -239,11 +239,12 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
     @functools.wraps(method)
     def forward_with_hooks(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = state.before_forward(module, args, kwargs)
+        running = len(thread_state.frames)
         try:
+            args, kwargs = state.before_forward(module, args, kwargs)
             output = method(*args, **kwargs)
         except BaseException:
-            state.after_forward(module, args, None)
+            leave_forwards(running)
             raise
         return state.after_forward(module, args, output)
 

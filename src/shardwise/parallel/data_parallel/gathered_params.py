@@ -8,6 +8,7 @@ again. Other references to a tensor keep its memory. Issues no collective itself
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -117,6 +118,10 @@ class Gathered:
         self.part: DTensor | None = None  # a part of the flat buffer, kept between forward and backward
         self._keys: list[int] = []
         self._bases: list[int] = []
+        self._reference = weakref.ref(self)
+
+    def __del__(self) -> None:
+        self._forget_memory()
 
     @property
     def is_present(self) -> bool:
@@ -170,7 +175,7 @@ class Gathered:
             if part is local:  # leaves on it share its version counter
                 self._bases[index] = part._version
             key = part.untyped_storage()._cdata
-            _memory[key] = self, index
+            _memory[key] = self._reference, index
             self._keys.append(key)
 
     def drop(self, *, keep_part: bool = False) -> None:
@@ -183,12 +188,15 @@ class Gathered:
             self.part = None
         if self._pending is not None:
             _ = self._pending._local_tensor  # a collective in flight is finished before its buffer is freed
-        for key in self._keys:
-            if _memory.get(key, (None,))[0] is self:
-                del _memory[key]
-        self._keys.clear()
+        self._forget_memory()
         self._leaves.clear()
         self.tensors, self._pending, self._started = None, None, False
+
+    def _forget_memory(self) -> None:
+        for key in self._keys:
+            if _memory.get(key, (None,))[0] is self._reference:
+                del _memory[key]
+        self._keys.clear()
 
     def lend(self, other: Gathered) -> bool:
         """Share this copy's memory with another copy of the same values; returns whether it did."""
@@ -250,7 +258,8 @@ class Gathered:
         return Saved(self, index, spec, views, tensor._version - self._base(tensor, index))
 
 
-_memory: dict[int, tuple[Gathered, int]] = {}  # by storage: its gathered copy, and the index of the parameter
+# by storage: its gathered copy, which this does not keep, and the index of the parameter
+_memory: dict[int, tuple[weakref.ref[Gathered], int]] = {}
 
 
 class Saved(NamedTuple):
@@ -291,8 +300,9 @@ def _pack(tensor: Any) -> Any:
     part = local if type(local) in ONE_TENSOR else part_at(local, 0)
     if type(part) is torch.Tensor:
         found = _memory.get(part.untyped_storage()._cdata)
-        if found is not None and not part.is_conj() and not part.is_neg():
-            gathered, index = found
+        gathered = None if found is None else found[0]()
+        if found is not None and gathered is not None and not part.is_conj() and not part.is_neg():
+            index = found[1]
             assert gathered.tensors is not None
             full = gathered.tensors[index]
             if full.dtype is part.dtype and type(full) is type(local):
@@ -355,7 +365,8 @@ class Completion(torch.autograd.Function):
 def completion_token(variable: Any, done: Callable[[], None]) -> torch.Tensor:
     """A tensor from which leaves are made; its node calls `done` when a backward has run the nodes of all of them.
 
-    It is on the device of the leaves, so that the autograd thread that runs their operators calls it. Its node has an
+    It is on the device of the leaves, so that the autograd thread that runs their operators calls it. `done` must not
+    refer to what keeps the tensor: Python's collector does not see what a node refers to. Its node has an
     attribute `variable`, a parameter, like the nodes that accumulate gradients.
     """
     kept = torch.device("cpu") if variable.device.type == "meta" else variable.device

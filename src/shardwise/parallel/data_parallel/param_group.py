@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,7 +29,7 @@ from shardwise.parallel.data_parallel.gathered_params import Gathered, Leaves, S
 from shardwise.parallel.data_parallel.grad_reduction import parts_of_sums
 from shardwise.parallel.data_parallel.granular_params import GranularLayout
 from shardwise.parallel.data_parallel.precision import MixedPrecisionPolicy
-from shardwise.parallel.data_parallel.sharded_param import ParametersInBackward, ShardedParameter
+from shardwise.parallel.data_parallel.sharded_param import MARK, ParametersInBackward, ShardedParameter
 from shardwise.tensor import DTensor, apply_function, dtensor_of, moved
 
 __all__ = ["Bucket", "Finish", "ParameterGroup", "alike", "rank_by_rank"]
@@ -98,6 +99,7 @@ class ParameterGroup:
                 leaves[name] = functools.partial(self._leaf_in_backward, index)
         self.buckets = [Bucket(indices) for indices in buckets]
         self._owner = owner
+        self._reference = weakref.ref(self)  # for nodes of autograd: leaves that the group keeps would keep it for ever
         self.current: Gathered | None = None  # the copy that was gathered last; its memory may have been dropped
         self._others: list[Gathered] = []  # earlier ones that backward requested
         self.shown: list[Any] | None = None  # the tensors that modules have in place of the stored parameters
@@ -182,8 +184,7 @@ class ParameterGroup:
         stored: list[Any] = []
         for parameter, have in zip(self.parameters, registered, strict=True):
             if have is not parameter.stored and isinstance(have, nn.Parameter):
-                parameter.check_assigned(have)
-                parameter.stored = have  # by load_state_dict(assign=True), a conversion, ...
+                parameter.assign(have)  # by load_state_dict(assign=True), a conversion, ...
             stored.append(have if have is parameter.stored else None)
         substituted = {index: have for index, have in enumerate(registered) if stored[index] is None}
         self._source = Source(stored, substituted)
@@ -342,7 +343,7 @@ class ParameterGroup:
             chosen = [i for i in bucket.indices if found[i] is not None and source.stored[i].requires_grad]
             if not chosen:
                 continue
-            take = functools.partial(self._take, bucket, (compute_mesh, source), chosen)
+            take = functools.partial(_take, self._reference, bucket, (compute_mesh, source), chosen)
             token = self._token(bucket, source.stored[chosen[0]])
             stored = [source.stored[index] for index in chosen]
             leaves: Any = apply_function(Leaves, token, take, [found[index] for index in chosen], stored)
@@ -360,7 +361,8 @@ class ParameterGroup:
 
     def _token(self, bucket: Bucket, stored: Any) -> torch.Tensor:
         if bucket.token is None or stored.device not in (bucket.token.device, torch.device("meta")):
-            bucket.token = completion_token(stored, functools.partial(self._owner.completed, self, bucket))
+            number = self.buckets.index(bucket)
+            bucket.token = completion_token(stored, functools.partial(_complete, self._reference, number))
         return bucket.token
 
     def offer_leaves(self) -> None:
@@ -438,20 +440,6 @@ class ParameterGroup:
             )
 
     # ---------------------------------------------------------------- gradients
-
-    @torch.no_grad()
-    def _take(self, bucket: Bucket, key: Key, indices: Sequence[int], grads: Sequence[Any]) -> None:
-        """Add gradients of a bucket to those of this backward and of earlier ones."""
-        pending = bucket.pending.setdefault(key, {})
-        for index, grad in zip(indices, grads, strict=True):
-            if grad is None:
-                continue
-            before = pending.get(index)
-            if self._owner.requires_gradient_sync:
-                pending[index] = grad if before is None else before + grad
-            else:  # kept until a later backward: in the dtype of the reduction, in separate memory
-                kept = grad.to(self.policy.reduce_dtype or grad.dtype, copy=before is None)
-                pending[index] = kept if before is None else before + kept
 
     def has_all_gradients(self, bucket: Bucket) -> bool:
         """Whether every parameter of a bucket that requires a gradient has one."""
@@ -568,6 +556,37 @@ class ParameterGroup:
                     continue
                 grad = dtensor_of(stored._spec, local if local.dtype is stored.dtype else local.to(stored.dtype))
                 accumulate(stored, grad)
+
+
+@torch.no_grad()
+def _take(
+    reference: weakref.ref[ParameterGroup], bucket: Bucket, key: Key, indices: Sequence[int], grads: Sequence[Any]
+) -> None:
+    """Add gradients of a bucket to those of this backward and of earlier ones. Called by a node of leaves."""
+    group = reference()
+    if group is None:
+        raise UnsupportedError(
+            f"the data parallel module of {getattr(key[1].stored[indices[0]], MARK)} was deleted after forward, so "
+            "that the gradients of its gathered parameters cannot be reduced",
+            hint="keep the module until backward has run",
+        )
+    pending = bucket.pending.setdefault(key, {})
+    for index, grad in zip(indices, grads, strict=True):
+        if grad is None:
+            continue
+        before = pending.get(index)
+        if group._owner.requires_gradient_sync:
+            pending[index] = grad if before is None else before + grad
+        else:  # kept until a later backward: in the dtype of the reduction, in separate memory
+            kept = grad.to(group.policy.reduce_dtype or grad.dtype, copy=before is None)
+            pending[index] = kept if before is None else before + kept
+
+
+def _complete(reference: weakref.ref[ParameterGroup], number: int) -> None:
+    """A backward has run all nodes of leaves of a bucket."""
+    group = reference()
+    if group is not None:  # else a node of leaves has raised
+        group._owner.completed(group, group.buckets[number])
 
 
 def accumulate(stored: Any, grad: DTensor) -> None:

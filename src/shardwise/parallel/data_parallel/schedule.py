@@ -11,12 +11,13 @@ import copy
 import functools
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from shardwise.compilers import not_compiled
 from shardwise.core.mesh import DeviceMesh, on_one_grid
@@ -138,7 +139,7 @@ class _AtEnd:
 
 def current_backward() -> Backward:
     """The outermost backward running on this thread. The first use queues its callback."""
-    found = thread_state.backward
+    found = thread_state.backward()
     if found is None or found.is_over:
         task = current_graph_task()
         with _lock:
@@ -146,7 +147,7 @@ def current_backward() -> Backward:
             if found is None:
                 found = _backwards[task] = Backward(task)
                 queue_callback(_AtEnd(found))  # pyright: ignore[reportAttributeAccessIssue]
-        thread_state.backward = found
+        thread_state.backward = weakref.ref(found)  # the queue keeps it, and of a failed one the modules it has reached
     return found
 
 
@@ -169,7 +170,7 @@ class Frame:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
-        self.backward: Backward | None = None
+        self.backward: Callable[[], Backward | None] = lambda: None
 
 
 thread_state = _Thread()
@@ -237,6 +238,7 @@ class ModuleState:
         self.backward: Backward | None = None  # the pass that has reached this module
         self.reductions: list[Finish] = []
         self.still_to_run: set[nn.Module] = set()
+        self._leaf_hooks: list[RemovableHandle] = []  # on leaves of autograd: those of other tensors go with the graph
 
     def set_reshard_after_forward(self, reshard: bool | int | None) -> None:
         """Set whether the gathered parameters, or a part of them, are kept between forward and backward."""
@@ -305,6 +307,7 @@ class ModuleState:
                 group.drop_outdated()
         if not self.keeps_gathered:
             self.drop()
+        self._remove_leaf_hooks()
         self.run = run
         run.gathered[self] = None
 
@@ -418,8 +421,19 @@ class ModuleState:
         for tensor in found:
             if tensor.requires_grad:
                 opaque = True
-                tensor.register_hook(hook)
+                self._hook(tensor, hook)
         return opaque
+
+    def _hook(self, tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> None:
+        """Call a hook with the gradient of a tensor of this forward."""
+        handle = tensor.register_hook(hook)
+        if tensor.grad_fn is None:
+            self._leaf_hooks.append(handle)
+
+    def _remove_leaf_hooks(self) -> None:
+        for handle in self._leaf_hooks:
+            handle.remove()
+        self._leaf_hooks.clear()
 
     def _watch_inputs(self, inputs: Any) -> None:
         """With frozen parameters: drop the gathered ones when all inputs have their gradients."""
@@ -434,7 +448,7 @@ class ModuleState:
                 self._through(self.groups)
 
         for number, tensor in enumerate(found):
-            tensor.register_hook(functools.partial(came, number))
+            self._hook(tensor, functools.partial(came, number))
 
     def _compute_mesh(self, frame: Frame, outer: Sequence[Frame]) -> DeviceMesh | None:
         """The mesh to compute on: that of the inputs over the data axes, of this module or of its caller."""
@@ -496,6 +510,7 @@ class ModuleState:
             self.reduce_pending(backward)
         if not (self.requires_gradient_sync and self.requires_all_reduce and self.is_last_backward):
             _waiting[self] = None  # a later backward reduces its gradients, or waits for that
+        self._remove_leaf_hooks()
         self.awaits_backward = False
         self.keeps_gathered = not self.reshard_after_backward
         if self.reshard_after_backward:

@@ -29,10 +29,10 @@ from shardwise.tensor import DTensor, dtensor_of
 from shardwise.tensor.dtensor import REPLACED
 from shardwise.torch_private import current_graph_task, make_subclass
 
-__all__ = ["GatheredParameter", "Owner", "ParametersInBackward", "ShardedParameter", "computed_shape"]
+__all__ = ["MARK", "GatheredParameter", "Owner", "ParametersInBackward", "ShardedParameter", "computed_shape"]
 
 Owner = tuple[nn.Module, str]
-MARK = "_shardwise_managed"
+MARK = "_shardwise_managed"  # the attribute of a stored parameter with its name
 
 
 class GatheredParameter(nn.Parameter):
@@ -174,8 +174,8 @@ class ShardedParameter:
             if self._is_listed and name in (names := module.__dict__.get("_flat_weights_names", ())):
                 module._flat_weights[names.index(name)] = tensor  # pyright: ignore[reportArgumentType, reportIndexIssue]
 
-    def check_assigned(self, registered: Any) -> None:
-        """Refuse a parameter of another layout in place of the stored one."""
+    def assign(self, registered: Any) -> None:
+        """Store a parameter that was put in place of the stored one. One of another layout is refused."""
         if (
             not isinstance(registered, DTensor)
             or registered._spec.with_dtype(self.spec.tensor_meta.dtype) is not self.spec
@@ -185,6 +185,8 @@ class ShardedParameter:
                 f"{self.name} was replaced by {given}, but the module stores it as {self.spec}",
                 hint="copy values into the parameter, or assign a DTensor of that layout",
             )
+        setattr(registered, MARK, self.name)
+        self.stored = registered
 
     # ---------------------------------------------------------------- computing
 
