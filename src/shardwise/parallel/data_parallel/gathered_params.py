@@ -118,7 +118,7 @@ class Gathered:
         self.part: DTensor | None = None  # a part of the flat buffer, kept between forward and backward
         self._keys: list[int] = []
         self._bases: list[int] = []
-        self._reference = weakref.ref(self)
+        self._reference: weakref.ref[Gathered] = weakref.ref(self)
 
     def __del__(self) -> None:
         self._forget_memory()

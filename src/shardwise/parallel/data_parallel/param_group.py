@@ -99,7 +99,8 @@ class ParameterGroup:
                 leaves[name] = functools.partial(self._leaf_in_backward, index)
         self.buckets = [Bucket(indices) for indices in buckets]
         self._owner = owner
-        self._reference = weakref.ref(self)  # for nodes of autograd: leaves that the group keeps would keep it for ever
+        # for nodes of autograd: leaves that the group keeps would keep it for ever
+        self._reference: weakref.ref[ParameterGroup] = weakref.ref(self)
         self.current: Gathered | None = None  # the copy that was gathered last; its memory may have been dropped
         self._others: list[Gathered] = []  # earlier ones that backward requested
         self.shown: list[Any] | None = None  # the tensors that modules have in place of the stored parameters
