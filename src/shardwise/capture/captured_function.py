@@ -312,6 +312,8 @@ class Captured(Generic[Result]):
             ):  # interrupted while a program was compared: not half a step
                 call.abandon()
             raise
+        finally:
+            call.watch.spent.clear()  # Python's collector of cycles does not free what nodes of autograd refer to
         self._unsettled = 0
         self._keep(key, entry)
         return result
