@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import shardwise as sw
 from bench.counting import calls, fake_world
 from bench.data_parallel_ranks import training_step
+from bench.weak_scaling import PROGRAMS, World
 from shardwise.parallel import MixedPrecisionPolicy
 
 R, S0, S1, P = sw.Replicate(), sw.Shard(0), sw.Shard(1), sw.Partial()
@@ -86,6 +87,32 @@ def test_a_move_is_planned_and_run_alike_on_any_number_of_ranks(move: Any) -> No
     (cold, warm), (cold_many, warm_many) = move_calls(1024, *move), move_calls(16384, *move)
     assert warm_many <= warm + 40, "a later move"
     assert cold_many <= 1.3 * cold + 100, "the first move"
+
+
+SCALED = (
+    "mean_squared_error", "cross_entropy", "covariance", "convolution", "recurrent", "attention", "attention_module",
+    "moving_average", "running_sum_of_columns", "softmax_of_columns", "beside_rows", "written_rows", "log_sum_exp",
+)  # fmt: skip
+
+
+def program_calls(name: str, ranks: int) -> tuple[int, int]:
+    """Calls of the first run of a program, forward and backward, and of a later one."""
+    with fake_world(ranks, rank=ranks // 2):
+        world = World(ranks)
+
+        def run() -> None:
+            PROGRAMS[name](world).backward()
+
+        first, _, later = (calls(run, of_c=True) for _ in range(3))
+        return first, later
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_programs_take_as_many_calls_on_4096_ranks_as_on_512(name: str) -> None:
+    program_calls(name, 8)  # what is imported or computed once a process
+    few, many = program_calls(name, 512), program_calls(name, 4096)
+    assert many[0] <= 1.1 * few[0]
+    assert many[1] <= 1.02 * few[1]
 
 
 def test_a_mesh_of_16384_ranks_is_made_and_cut_in_few_calls() -> None:

@@ -680,6 +680,8 @@ def _unfit(factors: Factors, inputs: Sequence[DTensorSpec], order: Mapping[str, 
 
 def _some_empty(spec: DTensorSpec, dim: int) -> bool:
     """Whether some rank has an empty part of a dim. Nested splits may leave one empty in the middle."""
+    if not spec.is_strided and isinstance(spec.shape[dim], int):
+        return not spec.starts_and_lengths(dim, spec.mesh.coordinates)[1].all()
     ranges = [range(n) if axis in spec.dim_axes[dim] else (0,) for axis, n in enumerate(spec.mesh.shape)]
     return any(spec.local_shape(coordinate)[dim] == 0 for coordinate in itertools.product(*ranges))
 
