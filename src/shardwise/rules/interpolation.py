@@ -65,10 +65,10 @@ def depends_on_kernel(call: Call, space: int) -> bool:
 def resized(call: Call, space: int) -> Factors:
     """Batch and channels are factors."""
     if call.op in BY_CHANNELS and depends_on_kernel(call, space) and not call["self"].is_contiguous:
+        sizes = call["self"].shape[-space:], call.results[0].shape[-space:]
         raise UnsupportedError(
-            f"{call.op} in channels-last order by a scale that does not fit the sizes {call['self'].shape[-space:]} and "
-            f"{call.results[0].shape[-space:]}: torch chooses the kernel by the number of channels, and one of them "
-            "ignores the scale",
+            f"{call.op} in channels-last order by a scale that does not fit the sizes {sizes[0]} and {sizes[1]}: torch "
+            "chooses the kernel by the number of channels, and one of them ignores the scale",
             hint="pass size= in place of scale_factor=, or x.contiguous()",
         )
     return leading(call, space, linear=True)
