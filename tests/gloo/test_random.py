@@ -105,6 +105,22 @@ def recomputes_with_another_seed() -> tuple[str, bool]:
     return error, torch.equal(x.grad.full_tensor(), y.detach().full_tensor())  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
 
 
+def recomputes_reentrantly_with_another_seed() -> bool:
+    """Whether gradients are those of the forward's draw, which was the first and replaced the random state."""
+    mesh = sw.init_device_mesh("cpu", (2, 2), mesh_dim_names=("reentrant", "recomputed"))
+    torch.manual_seed(100 + dist.get_rank())
+    x = sw.distribute_tensor(torch.ones(8, 4), mesh, [R, R]).requires_grad_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        y = checkpoint(F.dropout, x, use_reentrant=True)
+    y.sum().backward()
+    return torch.equal(x.grad.to_local(), y.detach().to_local())  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
+
+
+def test_a_first_draw_that_is_recomputed_reentrantly_is_repeated(gloo4: ProcessPool) -> None:
+    assert gloo4.run(recomputes_reentrantly_with_another_seed) == [True] * 4
+
+
 def test_a_first_draw_that_is_recomputed_needs_equal_states(gloo4: ProcessPool) -> None:
     for error, same in gloo4.run(recomputes_with_another_seed):
         assert "inside a checkpointed function" in error

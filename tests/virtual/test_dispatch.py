@@ -71,6 +71,18 @@ def test_the_types_of_numbers_in_a_list_are_in_the_key(mesh):
             assert got.dtype is got.full_tensor().dtype is wanted.dtype
 
 
+@pytest.mark.parametrize("copied", [torch.Tensor.contiguous, torch.clone])
+def test_copies_in_another_memory_format(mesh, copied):
+    x = torch.randn(2, 4, 3, 5)
+    for dim in range(4):
+        last = copied(sw.distribute_tensor(x, mesh, [sw.Shard(dim)]), memory_format=torch.channels_last)
+        assert last.stride() == copied(x, memory_format=torch.channels_last).stride()
+        torch.manual_seed(0)
+        got = torch.rand_like(last)
+        torch.manual_seed(0)
+        assert torch.equal(got.full_tensor(), torch.rand_like(copied(x, memory_format=torch.channels_last)))
+
+
 def test_a_rule_cannot_read_a_number_that_is_not_in_the_key(mesh, monkeypatch):
     op = torch.ops.aten.elu.default
     rule = RULES[op]

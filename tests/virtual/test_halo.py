@@ -199,6 +199,32 @@ def test_scales_that_give_one_size(mode: str) -> None:
         assert compare(f"{mode} by {scale}", case, (4,), [Shard(2)]).shape[-1] == 17
 
 
+IGNORED: dict[str, Case] = {
+    "nearest 1d": (resized(scale_factor=2.1), (image(3),)),
+    "nearest": (resized(scale_factor=2.1), (image(3, 4),)),
+    "nearest 3d": (resized(scale_factor=1.3), (image(3, 2, 2),)),
+    "nearest exact": (resized(scale_factor=1.3, mode="nearest-exact"), (image(3, 4),)),
+    "bicubic": (resized(scale_factor=1.3, mode="bicubic"), (image(3, 7),)),
+    "smoothed": (resized(scale_factor=1.3, mode="bilinear", antialias=True), (image(3, 7),)),
+    "smoothed bicubic": (resized(scale_factor=1.3, mode="bicubic", antialias=True), (image(3, 7),)),
+}
+
+
+@pytest.mark.usefixtures("always_with_halos")
+@pytest.mark.parametrize("name", IGNORED)
+def test_scales_that_some_kernels_ignore(name: str) -> None:
+    for dim in (1, 2):
+        compare(name, IGNORED[name], (4,), [Shard(dim)])
+
+
+def test_a_scale_that_is_ignored_with_many_channels_is_refused() -> None:
+    x = sw.distribute_tensor(torch.randn(image(3, 2, 2)), mesh_of(4), [Shard(1)])
+    last = x.contiguous(memory_format=torch.channels_last_3d)
+    with pytest.raises(sw.UnsupportedError, match="does not fit the sizes"):
+        F.interpolate(last, scale_factor=2.1)
+    assert F.interpolate(last, scale_factor=2).shape[-1] == 4
+
+
 @pytest.mark.usefixtures("always_with_halos")
 @pytest.mark.parametrize("name", [*PADS, *UNFOLDED, *RESIZED])
 def test_pads_windows_and_resizing(name: str) -> None:

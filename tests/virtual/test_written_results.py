@@ -83,3 +83,18 @@ def test_writes_to_results(chunk: int, mode: Any) -> None:
                     wrong.append(f"{name}: {str(error).splitlines()[0]}")
     assert not wrong, "\n".join(wrong)
     assert compared > 100
+
+
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
+@pytest.mark.parametrize(
+    "reshaped", [lambda x: x.t().reshape(-1), lambda x: x[:, 1:3].reshape(6), lambda x: x.reshape(12)]
+)
+@pytest.mark.parametrize("placement", [sw.Shard(0), sw.Shard(1), sw.Replicate()])
+def test_a_reshape_that_copies_on_one_device_copies(placement: sw.Placement, reshaped: Any, mode: Any) -> None:
+    """A shard of one row or column could be a view where the global tensor has to be copied."""
+    with mode():
+        plain = torch.arange(12.0).view(3, 4)
+        given = sw.distribute_tensor(plain.clone(), sw.init_device_mesh("cpu", (4,)), [placement])
+        for x in (plain, given):
+            reshaped(x).add_(1)
+        assert torch.equal(given.full_tensor(), plain)

@@ -39,7 +39,7 @@ from shardwise.torch_private import current_autograd_node
 __all__ = ["FILLED", "REGROUPING", "broadcast_in_views", "filled_once", "keeping_broadcast"]
 
 aten = torch.ops.aten
-VIEWS_OF_COPIES = {aten._unsafe_view.default, aten.reshape.default}  # views, but not by their schema
+VIEWS_OF_COPIES = {aten._unsafe_view.default}  # views, but not by their schema
 REGROUPING = {aten.view.default, *VIEWS_OF_COPIES}
 # Functions that compute per-rank arguments, for rules that treat the indices of a factor alike except in this many last
 # dims: a triangle depends on rows and columns.

@@ -32,7 +32,7 @@ from shardwise.plan.propagate import meta_tensor, replicated_spec
 from shardwise.rng.cuda import philox_fill as philox
 from shardwise.rng.draw_blocks import default_generator, draw_blocks
 from shardwise.rng.random_fill import FILLS, FROM, IN_PLACE, Draw, fills
-from shardwise.torch_private import OpOverload, saved_tensor_hooks
+from shardwise.torch_private import OpOverload, current_graph_task, saved_tensor_hooks
 
 __all__ = [
     "agree_on_state",
@@ -149,6 +149,8 @@ class _Parts:
 
 def _note_state(mesh: DeviceMesh, op: OpOverload, generator: torch.Generator | None) -> None:
     """All ranks must draw from one random state; compared if ranks are checked."""
+    if generator is None:
+        _agree_again(mesh)
 
     def text() -> str:
         state = (generator or default_generator(device_of(mesh))).get_state()
@@ -187,12 +189,15 @@ def fill_parts(
 
 
 _agreed: dict[DeviceMesh, None] = of_one_rank({})
-on_new_world += [_parts_of.cache_clear, _agreed.clear]
+# where ranks agreed although their states differed: that of this rank, and that of the first rank, which replaced it
+_replaced: dict[DeviceMesh, tuple[bytes, bytes]] = of_one_rank({})
+on_new_world += [_parts_of.cache_clear, _agreed.clear, _replaced.clear]
 
 
 def agree_once(mesh: DeviceMesh) -> None:
     """Make ranks agree on a random state at the first draw on a mesh; later states follow from it."""
     if mesh in _agreed:
+        _agree_again(mesh)
         return
     if is_tracing():
         with unrecorded():
@@ -218,6 +223,7 @@ def forget_agreements(known: int) -> list[DeviceMesh]:
     fresh = list(_agreed)[known:]
     for mesh in fresh:
         del _agreed[mesh]
+        _replaced.pop(mesh, None)
     if fresh:
         _parts_of.cache_clear()
     return fresh
@@ -243,12 +249,29 @@ def agree_on_state(mesh: DeviceMesh) -> None:
     state = generator.get_state().numpy().tobytes()
     if len(set(fabric_of(mesh).agree(mesh, hashlib.sha1(state).hexdigest(), nothing))) > 1:
         first = fabric_of(mesh).agree(mesh, state, nothing)[0]
-        generator.set_state(torch.frombuffer(bytearray(first), dtype=torch.uint8))
+        generator.set_state(_as_state(first))
+        _replaced[mesh] = state, first
         warnings.warn(
             f"the ranks of {mesh} have different random states: all continue with that of the first rank. Call "
             "shardwise.manual_seed(seed) with one seed on every rank",
             stacklevel=2,
         )
+
+
+def _agree_again(mesh: DeviceMesh) -> None:
+    """In a backward, replace a state from before ranks agreed by the one they agreed on, as the forward did.
+
+    A reentrant `torch.utils.checkpoint` around the first draw has kept that state, and recomputes from it.
+    """
+    if mesh not in _replaced or current_graph_task() < 0:
+        return
+    generator, (before, agreed) = default_generator(device_of(mesh)), _replaced[mesh]
+    if generator.get_state().numpy().tobytes() == before:
+        generator.set_state(_as_state(agreed))
+
+
+def _as_state(state: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)
 
 
 # ---------------------------------------------------------------- executors

@@ -19,6 +19,7 @@ from shardwise.schema import OpInfo
 __all__ = ["ResultMetas"]
 
 MAX_DTYPES = 16384
+KEEPING_ORDER = (None, torch.preserve_format, torch.contiguous_format)  # contiguous operands give contiguous results
 
 
 class ResultMetas:
@@ -33,6 +34,8 @@ class ResultMetas:
         """The results of a call; None if they depend on values."""
         info = signature.info
         if not (info.pointwise or info.op in SHAPES) or info.writes or info.returns != ("Tensor",):
+            return _by_running(signature, args, kwargs)
+        if signature.arguments.get("memory_format") not in KEEPING_ORDER:  # `clone` is pointwise
             return _by_running(signature, args, kwargs)
         shapeless = _without_shapes(key)
         dtype, metas = self._dtypes.get(shapeless), None

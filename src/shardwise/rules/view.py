@@ -280,25 +280,21 @@ def local_size(
     call: Call, inputs: Sequence[DTensorSpec], outputs: Sequence[DTensorSpec], coordinate: Coordinate
 ) -> Mapping[str, Any]:
     """The size argument on the rank at `coordinate`: the shape of its block of the result."""
-    name = "shape" if "shape" in call.arguments else "size"
-    return {name: list(outputs[0].local_shape(coordinate))}
+    return {"size": list(outputs[0].local_shape(coordinate))}
 
 
 NOT_A_VIEW = (RuntimeError, ValueError)  # raised if the memory allows no view; the latter by fake tensors
 
 
-def view_or_copy(local: torch.Tensor, size: Sequence[int] = (), *, shape: Sequence[int] | None = None) -> torch.Tensor:
+def view_or_copy(local: torch.Tensor, size: Sequence[int]) -> torch.Tensor:
     """A view of the local if its memory allows one, else a copy."""
-    size = size if shape is None else shape
     try:
         return aten.view.default(local, size)
     except NOT_A_VIEW:
         return local.reshape(size)
 
 
-@layout_rule(
-    aten.view.default, aten._unsafe_view.default, aten.reshape.default, localize=local_size, local_op=view_or_copy
-)
+@layout_rule(aten.view.default, aten._unsafe_view.default, localize=local_size, local_op=view_or_copy)
 def view(call: Call, specs: Sequence[DTensorSpec]) -> tuple[tuple[DTensorSpec, ...], tuple[DTensorSpec, ...]]:
     """The layouts of the operand and the result of a view."""
     spec, result = specs[0], call.results[0]
