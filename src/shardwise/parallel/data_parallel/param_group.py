@@ -51,6 +51,10 @@ class Owner(Protocol):
         """Backward needs gathered memory that has been dropped."""
         ...
 
+    def reached(self) -> None:
+        """Called when backward has gradients of a bucket, before they are added to others."""
+        ...
+
     def completed(self, group: ParameterGroup, bucket: Bucket) -> None:
         """Called when backward has computed all gradients of a bucket."""
         ...
@@ -571,6 +575,7 @@ def _take(
             "that the gradients of its gathered parameters cannot be reduced",
             hint="keep the module until backward has run",
         )
+    group._owner.reached()
     pending = bucket.pending.setdefault(key, {})
     for index, grad in zip(indices, grads, strict=True):
         if grad is None:
