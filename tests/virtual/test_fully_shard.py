@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -771,6 +772,23 @@ def test_a_backward_after_one_that_failed_has_none_of_its_gradients(kind: str, w
         one.zero_grad()
         first.sum().backward()
         second.sum().backward()
+    assert_same(model, reference, lambda parameter: parameter.grad, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["fully_shard", "replicate"])
+def test_gradients_that_wait_stay_when_their_parameters_are_frozen(kind: str) -> None:
+    mesh = line(2)
+    torch.manual_seed(0)
+    reference = Model(lambda m, x: m.second(m.first(x).tanh()))
+    model = getattr(sw, kind)(copy.deepcopy(reference), mesh)
+    x = torch.randn(4, 4)
+    for one, given in ((reference, x), (model, sw.distribute_tensor(x, mesh, [S0]))):
+        with one.no_sync() if one is model else contextlib.nullcontext():
+            one(given).sum().backward()
+        between = one(given).sum()
+        one.first.weight.requires_grad_(False)
+        between.backward()
+        one(given).sum().backward()
     assert_same(model, reference, lambda parameter: parameter.grad, 1e-5)
 
 

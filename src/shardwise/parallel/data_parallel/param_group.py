@@ -557,8 +557,6 @@ class ParameterGroup:
         with torch.no_grad():
             for index, local in zip(indices, of_rows(row, rows), strict=False):
                 stored: Any = source.stored[index]
-                if not stored.requires_grad:  # no longer, as torch's own nodes ask before they accumulate
-                    continue
                 grad = dtensor_of(stored._spec, local if local.dtype is stored.dtype else local.to(stored.dtype))
                 accumulate(stored, grad)
 
@@ -577,8 +575,9 @@ def _take(
         )
     group._owner.reached()
     pending = bucket.pending.setdefault(key, {})
+    stored = key[1].stored
     for index, grad in zip(indices, grads, strict=True):
-        if grad is None:
+        if grad is None or not stored[index].requires_grad:  # as AccumulateGrad asks
             continue
         before = pending.get(index)
         if group._owner.requires_gradient_sync:
