@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -739,6 +740,56 @@ def test_a_forward_that_raises_leaves_the_module_usable() -> None:
     loss_of(reference(tokens), targets).backward()
     loss_of(model(place(tokens)), place(targets)).backward()
     assert_same(model, reference, lambda parameter: parameter.grad)
+
+
+@pytest.mark.parametrize("wrap", [torch.clone, Hidden])
+@pytest.mark.parametrize("kind", ["fully_shard", "replicate"])
+def test_a_backward_after_one_that_failed_has_none_of_its_gradients(kind: str, wrap: Callable[[Any], Any]) -> None:
+    """The same graph again, and that of another forward. Gradients of an output that is hidden arrive first."""
+    mesh = line(2)
+    torch.manual_seed(0)
+    hidden: list[Any] = []
+
+    def forward(model: Model, x: Any) -> Any:
+        hidden.append(model.first(x).tanh())
+        return wrap(model.second(hidden[-1]))
+
+    reference = Model(forward)
+    model = copy.deepcopy(reference)
+    if kind == "replicate":
+        sw.replicate(model, mesh, bucket_cap_mb=1e-6)
+    else:
+        for module in (model.first, model.second, model):
+            sw.fully_shard(module, mesh)
+    x = torch.randn(4, 4)
+    for one, given in ((reference, x), (model, sw.distribute_tensor(x, mesh, [S0]))):
+        results = [one(part) for part in (given, given + 1)]
+        first, second = [each.reveal() if isinstance(each, Hidden) else each for each in results]
+        handle = hidden[-2].register_hook(lambda grad: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            first.sum().backward(retain_graph=True)
+        handle.remove()
+        one.zero_grad()
+        first.sum().backward()
+        second.sum().backward()
+    assert_same(model, reference, lambda parameter: parameter.grad, 1e-5)
+
+
+@pytest.mark.parametrize("kind", ["fully_shard", "replicate"])
+def test_gradients_that_wait_stay_when_their_parameters_are_frozen(kind: str) -> None:
+    mesh = line(2)
+    torch.manual_seed(0)
+    reference = Model(lambda m, x: m.second(m.first(x).tanh()))
+    model = getattr(sw, kind)(copy.deepcopy(reference), mesh)
+    x = torch.randn(4, 4)
+    for one, given in ((reference, x), (model, sw.distribute_tensor(x, mesh, [S0]))):
+        with one.no_sync() if one is model else contextlib.nullcontext():
+            one(given).sum().backward()
+        between = one(given).sum()
+        one.first.weight.requires_grad_(False)
+        between.backward()
+        one(given).sum().backward()
+    assert_same(model, reference, lambda parameter: parameter.grad, 1e-5)
 
 
 def test_a_list_of_modules_is_gathered_together_and_keeps_ties() -> None:

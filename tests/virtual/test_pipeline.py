@@ -430,6 +430,37 @@ def test_a_shared_module_that_cannot_be_copied_is_refused() -> None:
         sw.pipeline(nn.Sequential(layer, layer), mesh["pp"], microbatches=1)
 
 
+def tied_layers() -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    model[2].weight = model[0].weight
+    return model
+
+
+def test_an_optimizer_of_tied_parameters_that_was_made_before_the_pipeline_is_refused() -> None:
+    """It would step the parameter of one of the stages, and the others would keep their values."""
+    mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    model, untied = tied_layers(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[0].weight.is_tied = True  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, untied)]
+    pipes = [sw.pipeline(each, mesh["pp"], microbatches=2) for each in (model, untied)]
+    for pipe in pipes:
+        pipe.step(torch.randn(4, 4), torch.randn(4, 4), nn.functional.mse_loss)
+    with pytest.raises(sw.LayoutError, match="pipeline has replaced it"):
+        optimizers[0].step()
+    optimizers[1].step()
+    assert sum(hasattr(parameter, "is_tied") for parameter in pipes[0].parameters()) == 2
+    torch.optim.SGD(pipes[0].parameters(), lr=0.1).step()
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_tied_parameters_with_hooks_are_refused(register: str) -> None:
+    mesh = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    model = tied_layers()
+    getattr(model[0].weight, register)(lambda _: None)
+    with pytest.raises(sw.UnsupportedError, match=r"0\.weight of stage 0, 2\.weight of stage 1 has hooks"):
+        sw.pipeline(model, mesh["pp"], split=["2"], microbatches=2)
+
+
 def tied_and_frozen() -> nn.Sequential:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     model[2].weight = model[0].weight

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from shardwise.api import mark_replaced, parameters_of
 from shardwise.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from shardwise.checkpoint.state_dicts.model_state_dict import load_model
 from shardwise.checkpoint.state_dicts.parameter_names import canonical_name
@@ -175,7 +176,9 @@ class Pipeline:
         in_one: bool,
     ) -> None:
         self.meshes, self.table, self.microbatches = list(meshes), [list(actions) for actions in table], microbatches
+        before = parameters_of("pipeline", *stages)
         untied, self._ties = untie(stages)
+        mark_replaced("pipeline", before, *untied)
         fabric = fabric_of(meshes[0])
         self._here = [number for number, mesh in enumerate(meshes) if not fabric.is_outside(mesh)]
         self.stages: dict[int, nn.Module] = {number: untied[number] for number in self._here}

@@ -5,12 +5,13 @@ from __future__ import annotations
 import collections
 import copy
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 
 from shardwise.errors import LayoutError, UnsupportedError
+from shardwise.parallel.tensor_parallel.norm_gradients import users_hooks
 
 __all__ = ["Tie", "split_model", "untie"]
 
@@ -92,8 +93,9 @@ def _balanced(weights: Sequence[int], stages: int) -> list[int]:
 
 
 def untie(stages: Sequence[nn.Module]) -> tuple[list[nn.Module], list[Tie]]:
-    """Give each stage its own copy of parameters that several stages share (tied embeddings).
+    """Give each stage its own parameter in place of one that several stages share (tied embeddings).
 
+    The first stage gets a new one, too, on the same memory: an optimizer that was made before would step it alone.
     Modules with parameters or buffers that several stages share are copied, too.
 
     Returns:
@@ -106,19 +108,39 @@ def untie(stages: Sequence[nn.Module]) -> tuple[list[nn.Module], list[Tie]]:
     tied = {parameter: found for parameter, found in places.items() if len(found) > 1}
     counts = collections.Counter(module for stage in stages for module in stage.modules())
     shared = {module for module, count in counts.items() if count > 1 and _has_state(module)}
+    for parameter, found in tied.items():
+        _check_hooks(parameter, found)
     seen = set[nn.Module]()
     made = list[nn.Module]()
     for number, stage in enumerate(stages):
-        repeated = {parameter for parameter, found in tied.items() if number in found and number != next(iter(found))}
-        own = {id(p): nn.Parameter(p.detach().clone(), p.requires_grad) for p in repeated}
+        shared_here = {parameter: found for parameter, found in tied.items() if number in found}
+        own = {id(p): _own(p, copied=number != next(iter(found))) for p, found in shared_here.items()}
         mine = set(stage.modules())
         made.append(_with_own(stage, shared & seen, dict(own)))
         seen |= mine
-        for parameter in repeated:
-            for name in tied[parameter][number]:
+        for parameter, found in shared_here.items():
+            for name in found[number]:
                 owner, _, last = name.rpartition(".")
                 setattr(made[number].get_submodule(owner), last, own[id(parameter)])
     return made, [[(number, names[0]) for number, names in found.items()] for found in tied.values()]
+
+
+def _own(parameter: nn.Parameter, *, copied: bool) -> nn.Parameter:
+    data = parameter.detach()
+    own = nn.Parameter(data.clone() if copied else data, parameter.requires_grad)
+    for key, value in vars(parameter).items():  # what users and libraries know of it
+        vars(own).setdefault(key, value)
+    return own
+
+
+def _check_hooks(parameter: nn.Parameter, places: Mapping[int, Sequence[str]]) -> None:
+    """Refuse hooks of a shared parameter: each stage would call them with a part of the gradient, or not at all."""
+    if users_hooks(parameter._backward_hooks) or users_hooks(parameter._post_accumulate_grad_hooks):
+        where = ", ".join(f"{names[0]} of stage {number}" for number, names in places.items())
+        raise UnsupportedError(
+            f"the parameter {where} has hooks, and becomes a parameter on each of these stages",
+            hint="register hooks on pipe.parameters(); they get the gradient of their stage for each microbatch",
+        )
 
 
 def _has_state(module: nn.Module) -> bool:

@@ -51,16 +51,14 @@ def states_under(*modules: nn.Module, recurse: bool = True) -> Iterator[Any]:
 def _managed_modules(roots: Sequence[nn.Module]) -> list[tuple[str, nn.Module]]:
     """The modules whose parameters belong to these roots: all below them except those with their own state."""
     found: dict[nn.Module, str] = {}
-
-    def visit(module: nn.Module, name: str) -> None:
+    waiting = [(root, "") for root in reversed(roots)]
+    while waiting:
+        module, name = waiting.pop()
         if module in found or (hasattr(module, STATE) and module not in roots):
-            return
+            continue
         found[module] = name
-        for child_name, child in module.named_children():
-            visit(child, f"{name}.{child_name}" if name else child_name)
-
-    for root in roots:
-        visit(root, "")
+        children = [(child, f"{name}.{below}" if name else below) for below, child in module.named_children()]
+        waiting += reversed(children)
     return [(name, module) for module, name in found.items()]
 
 

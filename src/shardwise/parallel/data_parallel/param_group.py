@@ -51,6 +51,10 @@ class Owner(Protocol):
         """Backward needs gathered memory that has been dropped."""
         ...
 
+    def reached(self) -> None:
+        """Called when backward has gradients of a bucket, before they are added to others."""
+        ...
+
     def completed(self, group: ParameterGroup, bucket: Bucket) -> None:
         """Called when backward has computed all gradients of a bucket."""
         ...
@@ -553,8 +557,6 @@ class ParameterGroup:
         with torch.no_grad():
             for index, local in zip(indices, of_rows(row, rows), strict=False):
                 stored: Any = source.stored[index]
-                if not stored.requires_grad:  # no longer, as torch's own nodes ask before they accumulate
-                    continue
                 grad = dtensor_of(stored._spec, local if local.dtype is stored.dtype else local.to(stored.dtype))
                 accumulate(stored, grad)
 
@@ -571,9 +573,11 @@ def _take(
             "that the gradients of its gathered parameters cannot be reduced",
             hint="keep the module until backward has run",
         )
+    group._owner.reached()
     pending = bucket.pending.setdefault(key, {})
+    stored = key[1].stored
     for index, grad in zip(indices, grads, strict=True):
-        if grad is None:
+        if grad is None or not stored[index].requires_grad:  # as AccumulateGrad asks
             continue
         before = pending.get(index)
         if group._owner.requires_gradient_sync:

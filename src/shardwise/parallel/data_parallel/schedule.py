@@ -461,11 +461,17 @@ class ModuleState:
     # ---------------------------------------------------------------- backward
 
     def _touch(self) -> Backward:
-        """Join the running backward."""
-        found = current_backward()
+        """Join the running backward. If the last one failed, its gradients are dropped, as by the next forward."""
+        found, last = current_backward(), self.backward
+        if last is not None and last is not found and last.is_over:
+            last.give_up()
         found.states[self] = None
         self.backward = found
         return found
+
+    def reached(self) -> None:
+        """Called when a backward has gradients of gathered parameters."""
+        self._touch()
 
     def _before_backward(self, run: ForwardRun, grad: torch.Tensor) -> None:
         """Called when backward reaches an output of this module: begin to gather it, and the next module."""
