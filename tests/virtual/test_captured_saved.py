@@ -267,3 +267,21 @@ def test_random_numbers(tmp_path: Path) -> None:
         found = loaded().full_tensor()
         torch.manual_seed(seed)
         assert torch.equal(found, drawn().full_tensor())
+
+
+@pytest.mark.parametrize(("name", "value"), [("made", 7), ("args", []), ("args", [7])])
+def test_a_damaged_name_of_a_value_is_refused(name: str, value: Any, tmp_path: Path) -> None:
+    mesh = mesh_of(2)
+    weight = torch.nn.Parameter(sw.ones(4, device_mesh=mesh, placements=[sw.Shard(0)]))
+    step = sw.captured(lambda x: (x * weight.detach()).relu().detach())
+    for _ in range(3):
+        step(sw.ones(4, device_mesh=mesh))
+    step.save(tmp_path, weight=weight)
+    file = tmp_path / "rank0.json"
+    document = json.loads(file.read_text())
+    calls = [call for call in document["calls"] if call.get("op") == "aten.detach.default"]
+    assert calls
+    calls[0][name] = value
+    file.write_text(json.dumps(document))
+    with pytest.raises(UnsupportedError, match="damaged"):
+        sw.load_captured(tmp_path, weight=weight)

@@ -402,6 +402,8 @@ class _Reader:
             raise ValueError(f"arguments {list(kwargs)} of {op}")
         args, made = tuple(map(self.value, entry["args"])), self.value(entry["made"])
         expected, writes = self.value(entry["expected"]), tuple(map(_whole, entry["writes"]))
+        if op is torch.ops.aten.detach.default and not (isinstance(made, Ref) and args and isinstance(args[0], Ref)):
+            raise ValueError(f"operands of {op}")  # a program has another name for its value instead
         return Call(op, args, kwargs, made, str(entry["at"][0]), expected, writes)
 
     def operator(self, name: Any) -> OpOverload:
