@@ -517,6 +517,8 @@ class _Reader:
 def decoded(text: str, meshes: Sequence[DeviceMesh], optimizers: Mapping[str, Any]) -> SavedProgram:
     """The program of a file."""
     try:
+        if r"\u0000" in text:  # in a name: the text of a program could not be parsed
+            raise ValueError("a null character")
         document = json.loads(text)
         if document["format"] != FORMAT:
             raise ValueError(document["format"])
