@@ -53,6 +53,14 @@ def test_dcp_refuses_a_sum(tmp_path: Path) -> None:
     assert "not yet reduced" in str(caught.value)
 
 
+def test_dcp_refuses_to_fill_a_view_that_shares_no_memory_with_its_base(tmp_path: Path) -> None:
+    base = sw.distribute_tensor(torch.arange(12.0).reshape(6, 2), mesh_of((4,)), [sw.Shard(0)])
+    quietly(dcp.save, {"x": base.view(4, 3)}, checkpoint_id=tmp_path, no_dist=True)
+    with pytest.raises(dcp.CheckpointException) as caught:
+        quietly(dcp.load, {"x": base.view(4, 3)}, checkpoint_id=tmp_path, no_dist=True)
+    assert "shares no memory with its base" in str(caught.value)
+
+
 def both_ways(folder: str) -> None:
     """On four processes: ours to ours with all kinds of layouts, ours to torch's, torch's to ours."""
     place, rng = Path(folder), random.Random(3)

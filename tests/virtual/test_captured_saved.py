@@ -80,6 +80,81 @@ def test_objects_that_do_not_fit(tmp_path: Path) -> None:
         sw.load_captured(tmp_path, model=model, optimizer=optimizer)
 
 
+def _with_gradient(model: Any, optimizer: Any) -> None:
+    weight = model.get_parameter("up.weight")
+    weight.grad = torch.ones_like(weight)
+
+
+def _other_states(model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["amsgrad"] = True
+
+
+def _untied(model: Any, optimizer: Any) -> None:
+    model.up.weight = torch.nn.Parameter(model.tied.detach() * 2)
+
+
+def _tied(model: Any, optimizer: Any) -> None:
+    model.get_parameter("other").data = model.get_parameter("up.weight").data
+
+
+def _more_parameters(model: Any, optimizer: Any) -> None:
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+
+
+def _other_parameters(model: Any, optimizer: Any) -> None:
+    optimizer.param_groups[0]["params"].reverse()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_with_gradient, "has a gradient, and had none"),
+        (_other_states, "amsgrad or centered or momentum of AdamW was turned on or off"),
+        (_untied, "up.weight is another tensor than model.tied"),
+        (_tied, "shares memory with"),
+        (_more_parameters, "parameters, and had"),
+        (_other_parameters, "no parameter of the AdamW that is given, or another one"),
+    ],
+)
+def test_objects_that_are_related_in_another_way(change: Any, message: str, tmp_path: Path) -> None:
+    """Each is as it was; gradients, states and which tensors are one are not."""
+    model, optimizer, train = made(mesh_of(2))
+    weight = model.get_parameter("up.weight")
+    model.register_parameter("tied", weight)
+    model.register_parameter("other", torch.nn.Parameter(torch.ones_like(weight)))
+    x = torch.randn(4, 8)
+
+    def function(x: Any, scale: float) -> Any:
+        return train(x, scale)["loss"].detach() + sum(
+            model.get_parameter(name).detach().sum() for name in ("other", "tied")
+        )
+
+    step = sw.captured(function)
+    for _ in range(4):
+        step(x, 2.0)
+    step.save(tmp_path, model=model, optimizer=optimizer)
+    loaded = sw.load_captured(tmp_path, model=model, optimizer=optimizer)
+    loaded(x, 2.0)
+    change(model, optimizer)
+    before = [p.detach().clone() for p in model.parameters()]
+    with pytest.raises(LayoutError, match=message):
+        loaded(x, 2.0)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+
+
+def test_a_zero_has_a_sign(tmp_path: Path) -> None:
+    mesh = mesh_of(2)
+    step = sw.captured(lambda x, divisor: x / divisor)
+    x = sw.ones(4, device_mesh=mesh, placements=[sw.Shard(0)])
+    for _ in range(3):
+        step(x, 0.0)
+    step.save(tmp_path)
+    loaded = sw.load_captured(tmp_path, mesh=mesh)
+    assert loaded(x, 0.0).full_tensor().tolist() == [float("inf")] * 4
+    with pytest.raises(LayoutError, match=r"-0\.0"):
+        loaded(x, -0.0)
+
+
 def test_files_that_are_no_programs(tmp_path: Path) -> None:
     mesh = mesh_of(2)
     weight = sw.ones(4, device_mesh=mesh)
@@ -192,3 +267,21 @@ def test_random_numbers(tmp_path: Path) -> None:
         found = loaded().full_tensor()
         torch.manual_seed(seed)
         assert torch.equal(found, drawn().full_tensor())
+
+
+@pytest.mark.parametrize(("name", "value"), [("made", 7), ("args", []), ("args", [7])])
+def test_a_damaged_name_of_a_value_is_refused(name: str, value: Any, tmp_path: Path) -> None:
+    mesh = mesh_of(2)
+    weight = torch.nn.Parameter(sw.ones(4, device_mesh=mesh, placements=[sw.Shard(0)]))
+    step = sw.captured(lambda x: (x * weight.detach()).relu().detach())
+    for _ in range(3):
+        step(sw.ones(4, device_mesh=mesh))
+    step.save(tmp_path, weight=weight)
+    file = tmp_path / "rank0.json"
+    document = json.loads(file.read_text())
+    calls = [call for call in document["calls"] if call.get("op") == "aten.detach.default"]
+    assert calls
+    calls[0][name] = value
+    file.write_text(json.dumps(document))
+    with pytest.raises(UnsupportedError, match="damaged"):
+        sw.load_captured(tmp_path, weight=weight)

@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import array
 import copy
+import datetime
+import decimal
+import itertools
+import logging
+import os
+import random
+import sys
 import threading
+import types
 from collections.abc import Callable
+from os import getenv
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -427,3 +438,130 @@ def _trained(job: Any, x: Any) -> Any:
 def _seeded(function: Callable[..., Any], *args: Any) -> Any:
     torch.manual_seed(5)
     return function(*args)
+
+
+# ---------------------------------------------------------------- values of Python in unusual places
+
+
+__factor = 1.0
+
+
+class _Attributes(frozenset):
+    factor: float
+
+
+class _Factor(property):
+    factor: float
+
+
+class _Holder:
+    scaled = _Factor(lambda holder: 1.0)
+    __factor__ = 1.0
+    _abc_factor = 1.0
+
+
+def _namespace() -> None:
+    """It never runs: a function that holds a setting."""
+
+
+def _of_environment(name: str, default: str) -> float:
+    return float(getenv(name, default))
+
+
+_PROBLEM = ValueError(1.0)
+_ITEMS = _Attributes()
+# What code reads, and how that is changed.
+PLACES: dict[str, tuple[Callable[[], float], Callable[[float], Any]]] = {
+    "a global name of two underscores": (
+        lambda: globals_named(), lambda value: globals().__setitem__("__factor", value)
+    ),
+    "an attribute of a function that never runs": (
+        lambda: _namespace.factor, lambda value: setattr(_namespace, "factor", value)
+    ),
+    "an attribute added to a function that runs": (
+        lambda: getattr(_of_environment, "factor", _of_environment("SHARDWISE_NOT_SET", "1")),
+        lambda value: value > 1 and setattr(_of_environment, "factor", value),
+    ),
+    "an attribute of a class of torch": (
+        lambda: torch.nn.Linear.factor, lambda value: setattr(torch.nn.Linear, "factor", value)
+    ),
+    "an attribute of a class of torch, by an object": (
+        lambda: _MODULE.factor, lambda value: setattr(torch.nn.Module, "factor", value)
+    ),
+    "an attribute of a class with underscores": (
+        lambda: _Holder.__factor__, lambda value: setattr(_Holder, "__factor__", value)
+    ),
+    "an attribute of a class as abc names them": (
+        lambda: _Holder._abc_factor, lambda value: setattr(_Holder, "_abc_factor", value)
+    ),
+    "an attribute of a property": (
+        lambda: vars(_Holder)["scaled"].factor, lambda value: setattr(vars(_Holder)["scaled"], "factor", value)
+    ),
+    "an attribute of a set": (lambda: _ITEMS.factor, lambda value: setattr(_ITEMS, "factor", value)),
+    "the arguments of an exception": (lambda: _PROBLEM.args[0], lambda value: setattr(_PROBLEM, "args", (value,))),
+    "the environment by a name of its own": (
+        lambda: _of_environment("SHARDWISE_FACTOR", "1"),
+        lambda value: os.environ.__setitem__("SHARDWISE_FACTOR", str(value)),
+    ),
+    "the environment in bytes": (
+        lambda: float(os.environb[b"SHARDWISE_FACTOR"]),
+        lambda value: os.environ.__setitem__("SHARDWISE_FACTOR", str(value)),
+    ),
+}  # fmt: skip
+_MODULE = torch.nn.Identity()
+
+
+def globals_named() -> float:
+    return __factor
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_values_in_unusual_places(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHARDWISE_FACTOR", "1.0")
+    for kind in (torch.nn.Linear, torch.nn.Module):
+        monkeypatch.setattr(kind, "factor", 1.0, raising=False)
+    read, change = PLACES[place]
+    x = sw.ones(4, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)])
+    step = captured(lambda x: x * read())
+    for call in range(12):
+        value = 1.0 + call // 4
+        change(value)
+        assert step(x).full_tensor().tolist() == [value] * 4
+    assert len(step.programs) == 3
+    _of_environment.__dict__.clear()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        lambda value: type("Numbers", (np.ndarray,), {})((1,), buffer=np.array([value])),
+        lambda value: type("Days", (datetime.timedelta,), {})(days=value),
+        lambda value: type("Money", (decimal.Decimal,), {})(value),
+        lambda value: type("Values", (array.array,), {})("d", [value]),
+        lambda value: type("Bytes", (bytearray,), {})([int(value)]),
+        lambda value: type("Count", (itertools.count,), {})(value),
+    ],
+)
+def test_objects_with_a_state_in_c_are_refused(kind: Callable[[float], Any]) -> None:
+    """Where a class is derived from one in C, the objects have attributes, and more than these."""
+    x = sw.ones(4, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)])
+    step = captured(lambda x, value: x * len(repr(value)))
+    step(x, kind(1.0))
+    with pytest.raises(UnsupportedError, match="of a class derived from"):
+        step(x, kind(1.0))
+
+
+def test_objects_that_a_step_only_holds() -> None:
+    holder = types.SimpleNamespace(random=random.Random(1), output=sys.stdout, log=logging.getLogger("a"), factor=2.0)
+    step = captured(lambda x: x * holder.factor)
+    x = sw.ones(4, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)])
+    assert [step(x).sum().item() for _ in range(3)] == [8.0] * 3
+    assert len(step.programs) == 1
+
+
+@pytest.mark.parametrize("name", ["benchmark", "deterministic", "allow_tf32"])
+def test_settings_of_backends_that_are_read_are_refused(name: str) -> None:
+    x = sw.ones(4, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)])
+    step = captured(lambda x: x * getattr(torch.backends.cudnn, name))
+    with pytest.raises(UnsupportedError, match="cudnn"):
+        [step(x) for _ in range(2)]

@@ -18,7 +18,7 @@ import safetensors
 import torch
 
 import shardwise as sw
-from shardwise.checkpoint import async_save, load, read, save
+from shardwise.checkpoint import async_save, export_safetensors, load, load_safetensors, read, save
 from shardwise.checkpoint.io import atomic_directory as atomic
 from shardwise.checkpoint.io.atomic_directory import Staging
 from shardwise.checkpoint.operations import save_checkpoint as writing
@@ -355,6 +355,37 @@ def test_partial_nested_dry_and_rank_tensors_are_refused(tmp_path: Path) -> None
         dry = sw.ones(2, device_mesh=sw.init_device_mesh("cpu", (2,)), placements=[sw.Shard(0)])
         with pytest.raises(sw.UnsupportedError, match="a dry run has no values"):
             save({"x": dry}, tmp_path / "d")
+
+
+def _conjugate(mesh: Any) -> tuple[Any, Any]:
+    base = sw.distribute_tensor(torch.tensor([1 + 2j, 3 - 1j]), mesh, [sw.Shard(0)])
+    return base, base.conj()
+
+
+def _other_rows(mesh: Any) -> tuple[Any, Any]:
+    base = sw.distribute_tensor(torch.arange(12.0).reshape(6, 2), mesh, [sw.Shard(0)])
+    return base, base.view(4, 3)
+
+
+@pytest.mark.parametrize("make", [_conjugate, _other_rows])
+def test_views_that_share_no_memory_with_their_base(make: Any, tmp_path: Path) -> None:
+    """They have the values of their base when they are saved, and what is filled in them would not reach it."""
+    base, view = make(mesh_of((4,)))
+    base.mul_(2)
+    save({"x": view}, tmp_path / "c")
+    assert torch.equal(read(tmp_path / "c")["x"], view.full_tensor())
+    before = base.full_tensor()
+    with pytest.raises(sw.CheckpointMismatchError, match="a view in the state that shares no memory with its base"):
+        load({"x": view}, tmp_path / "c")
+    safetensors_of = tmp_path / "model"
+    if not view.is_complex():
+        export_safetensors({"x": view}, safetensors_of)
+        with pytest.raises(sw.CheckpointMismatchError, match="shares no memory with its base"):
+            load_safetensors({"x": view}, safetensors_of)
+    assert torch.equal(base.full_tensor(), before)
+    copy_of_it = torch.zeros_like(view.clone())
+    load({"x": copy_of_it}, tmp_path / "c")
+    assert torch.equal(copy_of_it.full_tensor(), view.full_tensor())
 
 
 def test_all_that_does_not_fit_is_in_one_error(tmp_path: Path) -> None:

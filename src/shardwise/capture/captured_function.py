@@ -627,6 +627,7 @@ def _ambient() -> tuple[Any, ...]:
         torch.get_float32_matmul_precision(),
         mkldnn_enabled(),
         cudnn_enabled(),
+        torch.backends.mha.get_fastpath_enabled(),
         cuda.flash_sdp_enabled(),
         cuda.mem_efficient_sdp_enabled(),
         cuda.math_sdp_enabled(),

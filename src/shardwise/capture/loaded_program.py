@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardwise.capture.captured_function import is_watched, left_behind
 from shardwise.capture.captured_report import CapturedReport
+from shardwise.capture.local_optimizer import LocalStep
 from shardwise.capture.program_file import SavedProgram, decoded
 from shardwise.capture.program_folder import file_of
+from shardwise.capture.reachable import MAKING_STATES, storage_key
 from shardwise.capture.roots import check_root, matched, named_tensors
+from shardwise.capture.tape import Unit
 from shardwise.core.mesh import DeviceMesh
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.fabric.base import on_new_world
@@ -32,6 +35,10 @@ class LoadedProgram:
         self._saved = saved
         self._objects = dict(objects)
         self._world = _worlds[0]
+        calls = saved.program.calls
+        self._steps = [call.run for _, call in calls if isinstance(call, Unit) and isinstance(call.run, LocalStep)]
+        sites = saved.program.facts.sites
+        self._has_backward = any(at in sites and sites[at].phase in _BACKWARD for at, _ in calls)
         self._bound({})  # raises if the arguments do not fit
 
     def source(self) -> str:
@@ -47,12 +54,28 @@ class LoadedProgram:
         saved = self._saved
         named = dict(named_tensors(self._objects))
         roots, inputs = dict(given), {}
+        memories = _Memories(saved.program.facts.memory_of)
+        for step in self._steps:
+            _check_step(step, named)
         for at, fact in saved.roots.items():
             name = saved.names.get(at)
             if name is not None:
                 roots[at] = _found(name, named)
+                for other in saved.aliases.get(at, ()):
+                    if named.get(other, roots[at]) is not roots[at]:
+                        raise LayoutError(
+                            f"{other} is another tensor than {name}, and was the same one",
+                            hint="tie them as they were, or capture the function again",
+                        )
             if at in roots:
-                parts = check_root(fact, roots[at], name or f"argument tensor {at}")
+                shown = name or f"argument tensor {at}"
+                parts = check_root(fact, roots[at], shown)
+                memories.check(fact.numbers, parts, shown)
+                if self._has_backward and roots[at].grad is not None and not fact.has_grad:
+                    raise LayoutError(
+                        f"{shown} has a gradient, and had none: the program would not add to it",
+                        hint="set it to None before, as optimizer.zero_grad() does",
+                    )
                 inputs.update(zip(fact.numbers, parts, strict=True))
         return roots, inputs
 
@@ -75,6 +98,57 @@ class LoadedProgram:
             saved.program.raise_named(error)
             raise
         return left_behind(saved, values, roots, ())
+
+
+class _Memories:
+    """Which tensors share memory, as in the recorded step.
+
+    Args:
+        numbers: the memory of each local of the program, as a number.
+    """
+
+    def __init__(self, numbers: Mapping[int, int]) -> None:
+        self._numbers = numbers
+        self._known: dict[tuple[str, int], tuple[int, str]] = {}
+
+    def check(self, numbers: Sequence[int], parts: Sequence[torch.Tensor], name: str) -> None:
+        """Compare the memory of a tensor with that of those before."""
+        for number, part in zip(numbers, parts, strict=True):
+            memory, here = self._numbers.get(number), storage_key(part)
+            if memory is None:
+                continue
+            for key, value in ((("here", here), memory), (("recorded", memory), here)):
+                found, other = self._known.setdefault(key, (value, name))
+                if found != value:
+                    how = "shares memory with" if key[0] == "here" else "does not share memory with"
+                    raise LayoutError(
+                        f"{name} {how} {other}, other than in the recorded step",
+                        hint="a program holds for the tensors that share memory as they did; capture it again",
+                    )
+
+
+def _check_step(step: LocalStep, named: Mapping[str, torch.Tensor]) -> None:
+    parameters = step.parameters()
+    if len(parameters) != len(step.names):
+        raise LayoutError(
+            f"{type(step.optimizer).__name__} has {len(parameters)} parameters, and had {len(step.names)}",
+            hint="capture the function again",
+        )
+    for parameter, name in zip(parameters, step.names, strict=True):
+        if name is not None and named.get(name, parameter) is not parameter:
+            raise LayoutError(
+                f"{name} is no parameter of the {type(step.optimizer).__name__} that is given, or another one of it",
+                hint="give the optimizer of these parameters, in their order",
+            )
+    if step.makes_now() != step.making:
+        raise LayoutError(
+            f"{' or '.join(MAKING_STATES)} of {type(step.optimizer).__name__} was turned on or off since the program "
+            "was recorded: it would have other states",
+            hint="capture the function again",
+        )
+
+
+_BACKWARD = ("backward", "gradients")
 
 
 def _found(name: str, named: Mapping[str, torch.Tensor]) -> torch.Tensor:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import optim
 
+from shardwise.capture.reachable import MAKING_STATES
 from shardwise.capture.tape import Ref, Tape, Unit, refused
 from shardwise.events import user_line
 from shardwise.fabric.rank_tensor import RankTensor, is_of_ranks, parts_of
@@ -63,15 +64,25 @@ class LocalStep:
     def __init__(self, optimizer: optim.Optimizer, counts: Sequence[int]) -> None:
         self.optimizer = optimizer
         self.counts = counts  # for each parameter the number of tensors of its gradient; 0 where it has none
+        self.making = self.makes_now()
+        self.names: list[str | None] = []  # of the parameters, where it was read from a file
         self._held: list[Any] = []
         self._parameters: list[Any] = []
         self._shadow: Any = None
         self._step = _own_step(type(optimizer))
 
+    def makes_now(self) -> list[list[bool]]:
+        """Those hyperparameters of each group that decide which states it has."""
+        return [[bool(group.get(name)) for name in MAKING_STATES] for group in self.optimizer.param_groups]
+
+    def parameters(self) -> list[Any]:
+        """The parameters of all groups."""
+        return list(chain.from_iterable(group["params"] for group in self.optimizer.param_groups))
+
     def _current(self) -> list[Any]:
         """All that the shadow was made of."""
         optimizer = self.optimizer
-        parameters = list(chain.from_iterable(group["params"] for group in optimizer.param_groups))
+        parameters = self.parameters()
         states = [optimizer.state[p] for p in parameters if p in optimizer.state]
         return [*parameters, *map(_local, parameters), *chain.from_iterable(map(dict.values, states))]
 

@@ -10,6 +10,7 @@ import bisect
 import json
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -40,7 +41,7 @@ from shardwise.torch_private import OpOverload
 
 __all__ = ["FORMAT", "SavedProgram", "check_effect", "decoded", "encoded"]
 
-FORMAT = "shardwise captured program 1"
+FORMAT = "shardwise captured program 2"
 _NAMESPACES = frozenset({"aten", "prims"})
 _FORBIDDEN = frozenset({"from_file", "_print"})  # they reach beyond tensors
 _GROUPED = ("_allgather_base_", "_reduce_scatter_base_", "allreduce_", "alltoall_base_")
@@ -65,6 +66,7 @@ class SavedProgram(NamedTuple):
         result: what it returns.
         effects: gradients that it sets.
         written: positions of DTensors that it writes to.
+        aliases: other names of these tensors, by position.
     """
 
     program: Program
@@ -74,6 +76,7 @@ class SavedProgram(NamedTuple):
     result: Any
     effects: tuple[Effect, ...]
     written: tuple[int, ...]
+    aliases: Mapping[int, tuple[str, ...]] = MappingProxyType({})
 
 
 def _refused(
@@ -86,9 +89,10 @@ def _refused(
 
 
 class _Writer:
-    def __init__(self, saved: SavedProgram, optimizers: Mapping[int, str]) -> None:
+    def __init__(self, saved: SavedProgram, optimizers: Mapping[int, str], tensors: Mapping[int, str]) -> None:
         self.saved = saved
         self.optimizers = optimizers
+        self.tensors = tensors
         self.meshes: list[DeviceMesh] = list(saved.program.facts.meshes)
         self.schemas: dict[str, str] = {}
         self.containers: set[int] = set()  # descriptions of lists and dicts that were written
@@ -143,10 +147,12 @@ class _Writer:
         return {
             "position": at,
             "name": self.saved.names.get(at),
+            "aliases": list(self.saved.aliases.get(at, ())),
             "spec": self.spec(fact.spec),
             "parts": [_geometry_text(part) for part in fact.parts],
             "device": str(fact.device),
             "requires_grad": fact.requires_grad,
+            "has_grad": fact.has_grad,
             "numbers": list(fact.numbers),
         }
 
@@ -202,6 +208,8 @@ class _Writer:
             "optimizer": type(optimizer).__name__,
             "name": name,
             "counts": list(unit.run.counts),
+            "making": unit.run.making,
+            "parameters": [self.tensors.get(id(parameter)) for parameter in unit.run.parameters()],
             "reads": [ref.number for ref in unit.reads],
         }
 
@@ -283,14 +291,15 @@ def check_effect(effect: Effect) -> None:
         raise _refused("an attribute, container or local that it replaces")
 
 
-def encoded(saved: SavedProgram, optimizers: Mapping[int, str]) -> str:
+def encoded(saved: SavedProgram, optimizers: Mapping[int, str], tensors: Mapping[int, str]) -> str:
     """The text of a file.
 
     Args:
         saved: what is to be written.
         optimizers: the names of optimizers by their identities.
+        tensors: those of tensors.
     """
-    document = _Writer(saved, optimizers).document()
+    document = _Writer(saved, optimizers, tensors).document()
     lines = []
     for name, value in document.items():
         if name in ("calls", "values", "inputs", "moves") and value:
@@ -366,12 +375,14 @@ class _Reader:
         return SavedProgram(
             program, names, roots, self.shape(document["arguments"]), self.shape(document["result"]), effects,
             tuple(map(_whole, document["written"])),
+            {_whole(e["position"]): tuple(map(str, e["aliases"])) for e in document["inputs"]},
         )  # fmt: skip
 
     def root(self, entry: Mapping[str, Any]) -> RootFact:
         return RootFact(
             None, None, self.spec(entry["spec"]), tuple(map(_geometry_of, entry["parts"])),
-            torch.device(str(entry["device"])), bool(entry["requires_grad"]), tuple(map(_whole, entry["numbers"])),
+            torch.device(str(entry["device"])), bool(entry["requires_grad"]), bool(entry["has_grad"]),
+            tuple(map(_whole, entry["numbers"])),
         )  # fmt: skip
 
     def spec(self, entry: Any) -> DTensorSpec | None:
@@ -391,6 +402,8 @@ class _Reader:
             raise ValueError(f"arguments {list(kwargs)} of {op}")
         args, made = tuple(map(self.value, entry["args"])), self.value(entry["made"])
         expected, writes = self.value(entry["expected"]), tuple(map(_whole, entry["writes"]))
+        if op is torch.ops.aten.detach.default and not (isinstance(made, Ref) and args and isinstance(args[0], Ref)):
+            raise ValueError(f"operands of {op}")  # a program has another name for its value instead
         return Call(op, args, kwargs, made, str(entry["at"][0]), expected, writes)
 
     def operator(self, name: Any) -> OpOverload:
@@ -421,6 +434,8 @@ class _Reader:
         assert optimizer is not None
         counts = list(map(_whole, entry["counts"]))
         step = LocalStep(optimizer, counts)
+        step.making = [[bool(flag) for flag in group] for group in entry["making"]]
+        step.names = [None if known is None else str(known) for known in entry["parameters"]]
         _check_states(optimizer, counts, entry["name"])
         name = f"{type(optimizer).__name__.lower()}_step"
         return Unit(step, tuple(Ref(_whole(number)) for number in entry["reads"]), str(entry["at"][0]), name=name)
@@ -502,6 +517,8 @@ class _Reader:
 def decoded(text: str, meshes: Sequence[DeviceMesh], optimizers: Mapping[str, Any]) -> SavedProgram:
     """The program of a file."""
     try:
+        if r"\u0000" in text:  # in a name: the text of a program could not be parsed
+            raise ValueError("a null character")
         document = json.loads(text)
         if document["format"] != FORMAT:
             raise ValueError(document["format"])

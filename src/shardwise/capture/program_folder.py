@@ -44,8 +44,9 @@ def save_program(path: str | os.PathLike[str], recorded: SavedProgram, objects: 
         names=names,
         roots={at: roots[at] for at in used},
         written=tuple(at for at in recorded.written if at in used),
+        aliases={at: named.others(name) for at, name in names.items()},
     )
-    text = encoded(saved, optimizers)
+    text = encoded(saved, optimizers, named.names)
     target = file_of(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     staged = target.with_name(f".{target.name}.{os.getpid()}")

@@ -11,8 +11,11 @@ import collections
 import enum
 import functools
 import gc
+import io
 import os
+import random
 import re
+import struct
 import sys
 import threading
 import types
@@ -177,7 +180,7 @@ class Reachable:
             if slots.names is not None and isinstance(slots.holder, dict):
                 found.setdefault(id(slots.holder), (slots.holder, set()))[1].update(slots.names)
         for values, names in self._looked_up:
-            found[id(values)][1].update(name for name in names if not name.startswith("__"))
+            found[id(values)][1].update(names - _OF_MODULES)
         return [(values, tuple(sorted(names))) for values, names in found.values()]
 
     def visit(self, value: Any, path: str) -> None:
@@ -243,7 +246,9 @@ class Reachable:
             self._identity(value)
         elif isinstance(value, types.MappingProxyType):
             self.problems.append(f"{path}, a {kind.__name__}")
-        elif hasattr(value, "__dict__") or _slot_names(kind):
+        elif (base := _base_in_c(kind)) is not None and base is not kind:
+            self.problems.append(f"{path}, of a class derived from {base.__module__}.{base.__qualname__}")
+        elif base is None and (hasattr(value, "__dict__") or _slot_names(kind)):
             self._attributes(value, path)
         else:
             self.problems.append(f"{path}, of the type {kind.__module__}.{kind.__qualname__}")
@@ -316,6 +321,8 @@ class Reachable:
             self.parts.append("property")
             for accessor in (value.fget, value.fset):
                 self.visit(accessor, path)
+            if value.__class__ is not property:
+                self._attributes(value, path)
         elif isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
             self._identity(value)
             owner = value.__self__
@@ -356,6 +363,8 @@ class Reachable:
         self.parts.append((kind, len(value)))
         for item in value:  # in the order in which the function meets them
             self.visit(item, f"an item of {path}")
+        if kind not in (set, frozenset):
+            self._attributes(value, path)
 
     def _attributes(self, value: Any, path: str) -> None:
         kind = value.__class__
@@ -388,15 +397,29 @@ class Reachable:
                 self.classes.append(value)
                 self.slots.append(Slots(value, path))
                 for name, item in list(vars(base).items()):
-                    if isinstance(item, types.FunctionType) or not name.startswith(OF_CLASSES):
+                    is_own = not name.startswith(OF_CLASSES) or item.__class__ in _NUMBERS_AND_TEXT
+                    if isinstance(item, types.FunctionType) or is_own:
                         self.parts.append(name)
                         if _is_descriptor_in_c(item):
                             self._identity(item)
                         else:
                             self.visit(item, f"{path}.{name}")
-            elif isinstance(forward := vars(base).get("forward"), types.FunctionType):
-                self.classes.append(base)
-                self._identity(forward)
+            elif not base.__flags__ & _IMMUTABLE:
+                self._library_class(base, path)
+
+    def _library_class(self, value: type, path: str) -> None:
+        """What a program may have put into a class of a library: its `forward`, and attributes by the names in code."""
+        held = vars(value)
+        self.classes.append(value)
+        if isinstance(forward := held.get("forward"), types.FunctionType):
+            self._identity(forward)
+        for name in sorted(self._attribute_names() & held.keys()):
+            item = held[name]
+            if item.__class__ in _DATA or (
+                isinstance(item, types.FunctionType) and is_program_code(item.__code__.co_filename)
+            ):
+                self.parts.append(name)
+                self.visit(item, f"{path}.{name}")
 
     def _results(self, value: Any, path: str) -> None:
         """What a cached function of the program keeps: it is read instead of computed, and can change by itself."""
@@ -437,6 +460,8 @@ class Reachable:
         self._kept.append(code)
         if (inner := getattr(value, "__wrapped__", None)) is not None:
             self.visit(inner, f"{path}.__wrapped__")
+        if value.__name__ in _ENVIRONMENT and value.__module__ == "os":
+            self.visit(os.environ, "os.environ")
         if not is_program_code(code.co_filename):
             # a wrapper of the standard library or of torch holds functions of the program
             for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
@@ -447,16 +472,21 @@ class Reachable:
             return
         if code in self.codes:
             self._reads(value, path)
+        elif value.__dict__:  # it is no code that runs, but may hold settings
+            held = value.__dict__
+            self.slots.append(Slots(held, path))
+            for name in sorted(self._attribute_names() & held.keys()):
+                self.parts.append(name)
+                self.visit(held[name], f"{path}.{name}")
 
     def _reads(self, value: types.FunctionType, path: str) -> None:
         """What a function of the program reads: its attributes, defaults, closure and global names."""
         code = value.__code__
-        if value.__dict__:
-            held = value.__dict__
-            self.slots.append(Slots(held, path))
-            for name, item in held.items():
-                self.parts.append(name)
-                self.visit(item, f"{path}.{name}")
+        held = value.__dict__
+        self.slots.append(Slots(held, path))
+        for name, item in held.items():
+            self.parts.append(name)
+            self.visit(item, f"{path}.{name}")
         self.visit(value.__defaults__, f"{path}.__defaults__")
         self.visit(value.__kwdefaults__, f"{path}.__kwdefaults__")
         for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
@@ -472,7 +502,7 @@ class Reachable:
 
     def _globals(self, code: types.CodeType, values: dict[str, Any], used: frozenset[str]) -> None:
         """The global names that code may read, and the names of modules."""
-        names = tuple(sorted(name for name in used if name in values and not name.startswith("__")))
+        names = tuple(sorted(name for name in used if name in values and name not in _OF_MODULES))
         self.parts.append(names)
         self.slots.append(Slots(values, f"globals of {code.co_name}", names))
         for name in names:
@@ -493,7 +523,10 @@ class Reachable:
     def _attribute_names(self) -> frozenset[str]:
         """The names that any code of the program uses."""
         if self._names is None:
-            self._names = frozenset(chain.from_iterable(map(attributes_of, self.codes)))
+            if self.known is not None:
+                self._names = self.known._attribute_names()
+            else:
+                self._names = frozenset(chain.from_iterable(map(attributes_of, self.codes)))
         return self._names
 
     def _module(self, module: types.ModuleType, used: frozenset[str], path: str, by_library: bool = False) -> None:
@@ -505,10 +538,10 @@ class Reachable:
         own = is_program_code(getattr(module, "__file__", None) or "<frozen>")
         if by_library and not own:  # this library reads settings of others where it is documented, and not as state
             return
-        names = tuple(sorted(name for name in new if name in values and not name.startswith("__")))
+        names = tuple(sorted(name for name in new if name in values and name not in _OF_MODULES))
         if own and not used.isdisjoint(_ANY_NAME):  # by names that are computed
             names = tuple(sorted({*names, *(name for name, item in values.items() if _is_data(name, item))}))
-        if module is os and "getenv" in names:
+        if module is os and not _ENVIRONMENT.isdisjoint(names):
             names = (*names, "environ")
         self._kept.append(module)
         self.parts.append(names)
@@ -519,7 +552,7 @@ class Reachable:
                 self._module(value, used, f"{path}.{name}", by_library)
             elif module is sys and name == "modules":
                 self.problems.append("sys.modules")
-            elif own or value.__class__ in _DATA or (module is os and name == "environ"):
+            elif own or value.__class__ in _DATA or isinstance(value, type) or (module is os and name == "environ"):
                 self.visit(value, f"{path}.{name}")
             else:
                 self._identity(value)
@@ -608,7 +641,19 @@ _CACHED: Any = type(functools.lru_cache(lambda: None))
 _CACHES_OF_RANKS = (*REMEMBERED, "tensors")
 _ANY_NAME = frozenset({"getattr", "vars", "__dict__", "import_module", "hasattr", "attrgetter"})
 _VALUES = (int, float, complex, str, bytes)
-_DATA = frozenset({*_BY_VALUE, float, complex, list, tuple, dict, set, frozenset})
+_NUMBERS_AND_TEXT = frozenset({*_BY_VALUE, float, complex})
+_DATA = frozenset({*_NUMBERS_AND_TEXT, list, tuple, dict, set, frozenset})
+_ENVIRONMENT = frozenset({"getenv", "getenvb", "environb"})
+_OF_MODULES = frozenset({  # names that Python itself keeps in modules
+    "__builtins__", "__spec__", "__loader__", "__cached__", "__file__", "__name__", "__package__", "__path__",
+    "__doc__", "__annotations__", "__dict__", "__class__",
+})  # fmt: skip
+# Classes in C whose contents are followed, or whose functions are refused where they are called.
+_SHOWN: tuple[type, ...] = (
+    *_VALUES, tuple, list, dict, set, frozenset, collections.deque, BaseException, types.ModuleType, threading.local,
+    io.IOBase.__mro__[1], random.Random.__mro__[1],
+)  # fmt: skip
+_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE
 _NUMPY_SCALAR = np.generic
 
 
@@ -637,7 +682,7 @@ def _is_descriptor_in_c(value: Any) -> bool:
 
 
 def _is_data(name: str, value: Any) -> bool:
-    return not name.startswith("__") and value.__class__ in _DATA
+    return name not in _OF_MODULES and value.__class__ in _DATA
 
 
 def _is_program_class(kind: type) -> bool:
@@ -702,7 +747,30 @@ def _slot_names(kind: type) -> tuple[str, ...]:
         names = vars(base).get("__slots__", ())
         own = [names] if isinstance(names, str) else list(names)
         found += [_mangled(base, name) for name in own if name not in ("__dict__", "__weakref__")]
-    return tuple(found)
+    return (*found, "args") if issubclass(kind, BaseException) else tuple(found)
+
+
+@functools.cache
+def _base_in_c(kind: type) -> type | None:
+    """The class in C, of this one and its bases, whose objects hold more than attributes: a state that nobody can see.
+
+    Such objects are larger than what Python adds for attributes.
+    """
+    for base in kind.__mro__[:-1]:
+        if base.__module__.startswith("torch.") or issubclass(base, _SHOWN):
+            continue
+        parent: Any = base.__base__
+        names = vars(base).get("__slots__", ())
+        own = [names] if isinstance(names, str) else [name for name in names if name not in ("__dict__", "__weakref__")]
+        added = len(own)
+        added += bool(base.__weakrefoffset__) and not parent.__weakrefoffset__
+        added += base.__dictoffset__ > 0 and not parent.__dictoffset__
+        if base.__basicsize__ - parent.__basicsize__ > added * _POINTER:
+            return base
+    return None
+
+
+_POINTER = struct.calcsize("P")
 
 
 def _mangled(kind: type, name: str) -> str:

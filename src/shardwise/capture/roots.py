@@ -32,6 +32,7 @@ class RootFact(NamedTuple):
         parts: how its local, or those of all virtual ranks, lie in memory.
         device: of the locals.
         requires_grad: whether it does.
+        has_grad: whether it had a gradient.
         numbers: of its locals in the program.
     """
 
@@ -41,6 +42,7 @@ class RootFact(NamedTuple):
     parts: tuple[Geometry, ...]
     device: torch.device
     requires_grad: bool
+    has_grad: bool
     numbers: tuple[int, ...]
 
     def locals(self) -> list[torch.Tensor] | None:
@@ -78,6 +80,7 @@ def facts_of(held: Sequence[Held], numbers: Sequence[Sequence[int]], arguments: 
             tuple(map(Geometry.of, was.parts)),
             was.parts[0].device if was.parts else torch.device("cpu"),
             was.requires_grad,
+            was.grad is not None,
             tuple(own),
         )
         for at, (was, own) in enumerate(zip(held, numbers, strict=True))
@@ -123,7 +126,7 @@ def matched(shape: Any, value: Any, path: str, found: dict[int, torch.Tensor]) -
             for name, item in items:
                 matched(item, value[name.value], f"{path}[{name.value!r}]", found)
         case Same(was):
-            if value.__class__ is not was.__class__ or value != was:
+            if value.__class__ is not was.__class__ or repr(value) != repr(was):  # -0.0 is another number than 0.0
                 raise LayoutError(f"{path} is {value!r}; the program was recorded with {was!r}", hint=_AS_SAVED)
         case _:
             raise AssertionError(shape)
@@ -147,9 +150,18 @@ class NamedMemories:
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self._names: dict[Any, dict[int, str]] = {}  # of each memory those of its tensors
+        self.names: dict[int, str] = {}  # the first of each tensor, by its identity
+        self._others: dict[str, list[str]] = {}  # by the first name of a tensor
         for name, tensor in named_tensors(objects):
             known = self._names.setdefault(_memory_key(parts_of(local_of(tensor)), tensor.requires_grad), {})
             known.setdefault(id(tensor), name)
+            first = self.names.setdefault(id(tensor), name)
+            if first != name:
+                self._others.setdefault(first, []).append(name)
+
+    def others(self, name: str) -> tuple[str, ...]:
+        """The other names of a tensor with this first name."""
+        return tuple(self._others.get(name, ()))
 
     def find(self, fact: RootFact) -> str | None:
         """The name of the tensor that a fact is of; None if no object holds it."""

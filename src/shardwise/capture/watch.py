@@ -35,6 +35,9 @@ _UNFOLLOWED = frozenset({"globals", "eval", "exec", "locals"})  # they read name
 _STATES = frozenset({"set_state", "manual_seed", "seed", "set_offset"})
 _TORCH_READS = frozenset({
     "initial_seed", "get_num_threads", "set_num_threads", "set_flush_denormal", "data_ptr", "_cuda_memoryStats",
+    "get_num_interop_threads", "_get_cudnn_benchmark", "_get_cudnn_deterministic", "_get_cudnn_allow_tf32",
+    "_cuda_get_cudnn_benchmark_limit", "_get_cudnn_depthwise_kernel", "_get_mkldnn_deterministic",
+    "_get_onednn_allow_tf32", "_get_fp32_precision_getter",
 })  # fmt: skip
 _OUTSIDE = frozenset({  # modules in C whose functions read or change something outside of the program
     "time", "posix", "nt", "_random", "random", "_io", "io", "_socket", "select", "_posixsubprocess", "_uuid",
@@ -47,11 +50,16 @@ _ONLY_SHOWN = ("/warnings.py", "/linecache.py", "/traceback.py", "/tokenize.py",
 _TORCH_READING = ("torch/_tensor_str.py", "torch/_tensor.py")
 _READING = frozenset({"_str", "_str_intern", "__array__", "__dlpack__"})
 _FROM_ANYWHERE = _VALUE_READS | _STATES  # refused also where code of a library calls them
-_CALLING_FOR_PROGRAM = ("torch/random.py", "torch/cuda/memory.py")  # as the standard library does
+# As the standard library does.
+_CALLING_FOR_PROGRAM = ("torch/random.py", "torch/cuda/memory.py", "torch/backends/__init__.py")
 
 
 _FRAMES = frozenset({"_getframe", "_current_frames"})  # by which variables of the caller are read
-_NAMED: dict[Any, frozenset[str]] = {"datetime": _NOW, "_thread": _THREADS, "sys": _FRAMES}
+_COUNTS = frozenset({"get_threshold", "get_count", "get_objects", "get_referrers", "get_stats", "isenabled"})
+_NAMED: dict[Any, frozenset[str]] = {
+    "datetime": _NOW, "_thread": _THREADS, "gc": _COUNTS, "sys": _FRAMES | {"getrecursionlimit", "getrefcount"},
+    "decimal": frozenset({"getcontext"}),
+}  # fmt: skip
 
 
 class Watch:

@@ -56,6 +56,11 @@ def chunk_list(self: DTensor) -> list[Any]:
     """The boxes of the tensor in this process; replicas are repeated, so that each is filled."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
+    if self._copied_view is not None:
+        raise CheckpointError(
+            f"{self.spec} is a view that shares no memory with its base, which would not be filled",
+            hint="load the base, or a clone() of the view",
+        )
     return [ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.sizes)) for box, _ in _chunks(self)]
 
 

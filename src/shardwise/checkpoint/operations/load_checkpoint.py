@@ -367,6 +367,8 @@ def unfillable(tensor: torch.Tensor) -> str | None:
     if isinstance(tensor, DTensor):
         if tensor.spec.partial_axes:
             return f"is {tensor.spec} in the state, and a Partial cannot be filled: use Replicate() or Shard()"
+        if tensor._copied_view is not None:
+            return "is a view in the state that shares no memory with its base: load the base, or a clone() of the view"
     elif hasattr(tensor, "__tensor_flatten__"):
         return f"is of type {type(tensor).__module__}.{type(tensor).__qualname__} in the state, which cannot be filled"
     if tensor.device.type == "meta":
