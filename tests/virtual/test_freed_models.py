@@ -142,7 +142,6 @@ model = captured()
 seen = [weakref.ref(module) for module in model.modules()]
 del model
 gc.collect()
-gc.collect()  # of what tensors refer to that the first collection has released
 print([reference() for reference in seen] == [None] * len(seen))
 """
 
