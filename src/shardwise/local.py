@@ -5,12 +5,12 @@ The fabric runs them; layouts have been chosen before.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from shardwise.core.dispatch_keys import seeing
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import Coordinate, DeviceMesh
 from shardwise.core.spec import DTensorSpec
@@ -18,10 +18,10 @@ from shardwise.fabric.base import OperatorRunner, fabric_of
 from shardwise.fabric.rank_tensor import map_parts, parts_of
 from shardwise.fabric.shared_writes import written_arguments
 from shardwise.schema import OpInfo, Slot
-from shardwise.torch_private import DispatchKey, is_key_excluded, set_key_excluded, tree_leaves, tree_map
+from shardwise.torch_private import DispatchKey, tree_leaves, tree_map
 
 __all__ = [
-    "any_complex", "coordinates_here", "in_order_of", "laid_out_like", "like", "local_runner", "seeing",
+    "any_complex", "coordinates_here", "in_order_of", "laid_out_like", "like", "local_runner",
     "seeing_conjugates", "sparing_empty", "stored_zeros",
 ]  # fmt: skip
 
@@ -40,19 +40,6 @@ def seeing_conjugates(op: Callable[..., Any]) -> Callable[..., Any]:
             return tree_map(lambda t: t.resolve_conj().resolve_neg() if isinstance(t, torch.Tensor) else t, result)
 
     return run_resolving_conjugates
-
-
-@contextlib.contextmanager
-def seeing(*keys: Any) -> Iterator[None]:
-    """Operators called inside `__torch_dispatch__` see what these keys stand for; torch hides it there."""
-    hidden = [is_key_excluded(key) for key in keys]
-    for key in keys:
-        set_key_excluded(key, False)
-    try:
-        yield
-    finally:
-        for key, was in zip(keys, hidden, strict=True):
-            set_key_excluded(key, was)
 
 
 def sparing_empty(info: OpInfo, op: Callable[..., Any]) -> Callable[..., Any]:

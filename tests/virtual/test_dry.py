@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.nn.attention import SDPBackend
@@ -294,6 +295,11 @@ DEPENDENT = {
     "bool": lambda x, i: 1 if (x > 0).any() else 0,
     "index": lambda x, i: x[i[0] :],
     "tolist": lambda x, i: x.tolist(),
+    "a tensor of numbers": lambda x, i: torch.tensor([x.sum(), 1.0]),
+    "numpy": lambda x, i: x.numpy(),
+    "an array": lambda x, i: np.asarray(x),
+    "dlpack": lambda x, i: torch.from_dlpack(x),
+    "numpy of a gathered tensor": lambda x, i: x.full_tensor().numpy(),
     "repeat_interleave": lambda x, i: x.repeat_interleave(i, 0),
     "one_hot": lambda x, i: torch.nn.functional.one_hot(i),
     "tensor_split": lambda x, i: torch.tensor_split(x, i),

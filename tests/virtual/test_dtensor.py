@@ -318,6 +318,26 @@ def test_lists_and_arrays_are_of_the_whole_tensor() -> None:
             refused()
 
 
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=repr)
+def test_factories_take_numbers_of_tensors(placement: sw.Placement) -> None:
+    """They read them with the classes of Python hidden."""
+    mesh = sw.init_device_mesh("cpu", (4,))
+    x = sw.distribute_tensor(torch.arange(6.0), mesh, [placement]).requires_grad_()
+    total, count = x.sum(), x.long().sum()
+    assert torch.tensor([total, 1.0, x[1]]).tolist() == [15.0, 1.0, 1.0]
+    assert torch.tensor([[total, count], [x.mean(), 0]]).tolist() == [[15.0, 15.0], [2.5, 0.0]]
+    assert torch.tensor((count, count), dtype=torch.int32).tolist() == [15, 15]
+    assert torch.as_tensor([total > 3, total > 30]).tolist() == [True, False]
+    assert torch.tensor([total.to(torch.complex64)]).tolist() == [15 + 0j]
+    assert torch.FloatTensor([total]).tolist() == torch.ones(1).new_tensor([total]).tolist() == [15.0]
+    again = x.sum()
+    with sw.explain() as report:
+        torch.tensor([again])
+    assert sum(axis.collectives for axis in report.by_axis.values()) == (placement == Shard(0))
+    with pytest.raises(sw.UnsupportedError, match=r"different plain value on each virtual rank|differ"):
+        torch.tensor([sw.distribute_tensor(torch.arange(8.0), mesh, [Shard(0)]).to_local().sum()])
+
+
 def test_locals_in_inference_mode_share_the_counter_of_what_was_made_outside() -> None:
     line = sw.init_device_mesh("cpu", (4,))
     x = torch.ones(3)

@@ -259,3 +259,11 @@ def test_a_parameter_that_a_module_gets_back_is_its_own() -> None:
     sw.fully_shard(first, GRID["dp"])
     columns({"": ColwiseParallel(use_local_output=False)}, other, GRID["tp"])
     torch.optim.SGD(other.parameters(), lr=1.0).step()
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged], ids=str)
+@pytest.mark.parametrize("make", [torch.nested.nested_tensor, torch.nested.as_nested_tensor])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_of_dtensors(make: Callable[..., Any], layout: torch.layout) -> None:
+    with pytest.raises(sw.UnsupportedError, match=r"a nested tensor cannot be made of DTensors.*\n  hint: pad"):
+        make([on_line(), on_line()], layout=layout)

@@ -181,6 +181,23 @@ def test_memory_of_a_ring_does_not_grow_with_the_ranks() -> None:
     assert _dry(64, "gather").peak_bytes > 4 * runs[64].peak_bytes
 
 
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("layout", [S2, Z2], ids=repr)
+@pytest.mark.parametrize(("keys", "ranks"), [(10, 4), (9, 4), (5, 7), (16, 4)])
+def test_a_dry_run_of_a_mask_over_uneven_keys(keys: int, ranks: int, layout: sw.Placement, way: str) -> None:
+    for dropout in (0.0, 0.5):
+        with sw.dry_run(), sw.attention(prefer=way):
+            mesh = sw.init_device_mesh("cpu", (ranks,))
+            q, k, v = (
+                sw.zeros(1, 4, length, 8, device_mesh=mesh, placements=[layout]).requires_grad_()
+                for length in (3, keys, keys)
+            )
+            mask = sw.zeros(3, keys, device_mesh=mesh, placements=[R])
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+            grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+        assert [grad.shape for grad in grads] == [q.shape, k.shape, v.shape]
+
+
 # ---------------------------------------------------------------- which way
 
 

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.capture.call_sites import CallSites
+from shardwise.core.dispatch_keys import seeing
 from shardwise.errors import UnsupportedError
 from shardwise.events import is_library_file, user_line
 from shardwise.fabric.rank_generators import draws
 from shardwise.fabric.rank_tensor import RankTensor, parts_of
 from shardwise.fabric.shared_writes import written_arguments
-from shardwise.local import seeing
 from shardwise.tensor import DTensor
 from shardwise.torch_private import DispatchKey, OpOverload, TorchDispatchMode, tree_flatten, tree_leaves, tree_map
 

@@ -10,7 +10,7 @@ import torch
 from shardwise.core.cache import BoundedCache
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.core.symbolic import unrecorded
-from shardwise.dispatch.signature import Key, Signature, sparse_result
+from shardwise.dispatch.signature import Key, Signature, nested_result, sparse_result
 from shardwise.plan.propagate import meta_tensor
 from shardwise.rules.registry import RULES, VALUE_DEPENDENT
 from shardwise.rules.shapes import SHAPES, broadcast_shape
@@ -20,6 +20,8 @@ __all__ = ["ResultMetas"]
 
 MAX_DTYPES = 16384
 KEEPING_ORDER = (None, torch.preserve_format, torch.contiguous_format)  # contiguous operands give contiguous results
+# What `torch.nested` calls; on meta tensors they fail with internal errors.
+NESTED = {torch.ops.aten._nested_tensor_from_tensor_list.default, torch.ops.aten._nested_view_from_jagged.default}
 
 
 class ResultMetas:
@@ -73,6 +75,8 @@ def _by_running(
     signature: Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[TensorMeta, ...] | None:
     info = signature.info
+    if info.op in NESTED:
+        raise nested_result()
     on_meta = _on_meta(info)
     if on_meta is info.op and not VALUE_DEPENDENT.isdisjoint(info.op.tags):
         return None

@@ -178,7 +178,9 @@ class _Plan:
         """The part of a block that a rank computes. In a dry run all of it: one rank represents the slowest."""
         if not fabric_of(self.mesh).has_values:
             rows, columns = (self.inputs[name].local_shape(coordinate)[SEQUENCE] for name in ("query", "key"))
-            return [tile.within(0, 0, self.pairs.key_runs[block][0].start) for tile in tiles(rows, columns, None)]
+            # its keys may be more than those of an uneven block: the columns of a mask end with the last key
+            first = min(self.pairs.key_runs[block][0].start, self.inputs["key"].shape[SEQUENCE] - columns)
+            return [tile.within(0, 0, first) for tile in tiles(rows, columns, None)]
         return self.pairs.tiles(coordinate, block)
 
     def block_at(self, coordinate: Coordinate, turn: int) -> int:

@@ -35,6 +35,7 @@ __all__ = [
     "gathered_local",
     "is_symbolic",
     "key_of",
+    "nested_result",
     "routes_between",
     "sparse_result",
     "tensor_slots",
@@ -280,4 +281,12 @@ def sparse_result(info: OpInfo) -> UnsupportedError:
     return UnsupportedError(
         f"{info.op} gives a sparse tensor, and a DTensor is dense",
         hint="use to_local() or full_tensor() and make that sparse",
+    )
+
+
+def nested_result() -> UnsupportedError:
+    """The error for a nested tensor, strided or jagged, of DTensors."""
+    return UnsupportedError(
+        "a nested tensor cannot be made of DTensors, which are dense",
+        hint="pad with torch.nn.utils.rnn.pad_sequence, or make a nested tensor of full_tensor() or of locals",
     )

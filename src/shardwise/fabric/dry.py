@@ -54,10 +54,14 @@ from shardwise.torch_private import (
 
 __all__ = ["DryFabric", "DryRun", "Following", "RecordedStep", "dry_run"]
 
-# Operators that users call by another name.
+# Operators that users call by another name, and methods that are no operators.
 READS = {
     torch.ops.aten._local_scalar_dense.default: "item(), bool() or a number made of a tensor",
     torch.ops.aten._to_copy.default: "a copy to another device",
+    torch.Tensor.numpy: "numpy()",
+    torch.Tensor.__array__: "numpy",
+    torch.Tensor.__dlpack__: "dlpack",
+    torch.Tensor.__dlpack_device__: "dlpack",
 }
 NO_VALUES = (
     "use a form whose sizes are known (torch.where for x[mask], one_hot(ids, num_classes), "
@@ -168,7 +172,7 @@ class Following(TorchDispatchMode):
 
 
 class _Fused(TorchFunctionMode):
-    """Calls the operators of the target device's fused kernels."""
+    """Calls the operators of the target device's fused kernels, and refuses methods that read values."""
 
     def __init__(self, run: DryRun) -> None:
         super().__init__()
@@ -180,6 +184,8 @@ class _Fused(TorchFunctionMode):
             result = fused(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
+        if func in READS and self.live and args[0].is_meta:
+            raise _without_values(func)
         return func(*args, **(kwargs or {}))
 
 

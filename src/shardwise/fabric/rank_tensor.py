@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from typing_extensions import TypeIs
 
+from shardwise.core.dispatch_keys import NumberConversions
 from shardwise.core.tangents import accept_plain_tangents, made_from_plain
 from shardwise.errors import AgreementError, LayoutError, MeshError, ShardwiseError, UnsupportedError
 from shardwise.fabric.nondeterministic import is_nondeterministic, shape_only, share_results
@@ -48,7 +49,7 @@ def _is_same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return not is_traced(a) and a.is_meta is b.is_meta is False and torch.equal(a, b)
 
 
-class RankTensor(torch.Tensor):
+class RankTensor(NumberConversions):
     """One tensor for each virtual rank. An operator on it runs on each rank's tensor.
 
     Sizes that differ between ranks are symbolic: numbers computed from them differ too. `tensors` has all.

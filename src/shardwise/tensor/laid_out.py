@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from typing_extensions import TypeIs
 
+from shardwise.core.dispatch_keys import NumberConversions
 from shardwise.core.spec import DTensorSpec
 from shardwise.core.symbolic import introduce_sizes
 from shardwise.core.tracing import is_dynamo_compiling
@@ -18,7 +19,7 @@ from shardwise.transforms import innermost, is_wrapped
 __all__ = ["LOCAL", "SPEC", "LaidOutTensor", "classes", "dtensor_of", "is_dtensor", "wrapper_of"]
 
 
-class LaidOutTensor(torch.Tensor):
+class LaidOutTensor(NumberConversions):
     """The state of every DTensor. Its methods are those of `DTensor`."""
 
     __slots__ = ("_local_tensor", "_spec")
