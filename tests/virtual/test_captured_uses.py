@@ -476,7 +476,7 @@ PLACES: dict[str, tuple[Callable[[], float], Callable[[float], Any]]] = {
         lambda: globals_named(), lambda value: globals().__setitem__("__factor", value)
     ),
     "an attribute of a function that never runs": (
-        lambda: _namespace.factor, lambda value: setattr(_namespace, "factor", value)
+        lambda: _namespace.factor, lambda value: setattr(_namespace, "factor", value)  # pyright: ignore[reportFunctionMemberAccess]
     ),
     "an attribute added to a function that runs": (
         lambda: getattr(_of_environment, "factor", _of_environment("SHARDWISE_NOT_SET", "1")),
