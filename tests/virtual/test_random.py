@@ -16,7 +16,7 @@ from shardwise.core.layout import Cut
 from shardwise.debug import CommDebugMode
 from shardwise.rng import cpu_stream as stream
 from shardwise.rng import indexed_generator as indexed
-from shardwise.rng.block_geometry import count_below, extents_of, indices_between
+from shardwise.rng.block_geometry import count_below, extents_of, index_of, indices_between
 from shardwise.rng.mt19937_jump import Origin
 from shardwise.rng.random_fill import FROM, Draw
 from tests.blocks import block_of
@@ -512,6 +512,9 @@ def test_positions(cuts: list[tuple[Cut, ...]]) -> None:
     indices = [[i for run in runs for i in range(run.start, run.start + run.length)] for runs in block.runs]
     want = [i * 6 + j for i in indices[0] for j in indices[1]]
     assert indices_between(extents, 0, len(want)).tolist() == want
+    assert [index_of(extents, element) for element in range(len(want))] == want
+    with pytest.raises(IndexError):
+        index_of(extents, len(want))
     assert [count_below(extents, p) for p in range(61)] == [sum(q < p for q in want) for p in range(61)]
 
 

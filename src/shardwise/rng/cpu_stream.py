@@ -104,7 +104,8 @@ class _Gaps:
 
     def __init__(self, wanted: Draw, total: int, generator: torch.Generator | None) -> None:
         self._generator = torch.default_generator if generator is None else generator
-        self._jumps = not dispatch_mode_count() and jumps_exactly()  # modes must see what changes the generator
+        # modes must see what changes the generator; torch refuses a generator of another device when it draws
+        self._jumps = not dispatch_mode_count() and self._generator.device.type == "cpu" and jumps_exactly()
         keeps_normal = (Origin(self._generator).keeps_normal,) if self._jumps else (False, True)
         words = {_words(wanted.op, wanted.numbers, wanted.dtype, wanted.contiguous, each) for each in keeps_normal}
         self._words = words.pop() if len(words) == 1 else 0
