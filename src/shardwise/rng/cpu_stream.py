@@ -20,7 +20,7 @@ from shardwise.rng.mt19937_jump import Origin, jumps_exactly
 from shardwise.rng.random_fill import Draw
 from shardwise.torch_private import OpOverload, dispatch_mode_count
 
-__all__ = ["draw", "is_sequential"]
+__all__ = ["JUMP", "can_jump", "draw", "is_sequential", "words_of"]
 
 BLOCK = 1 << 16  # elements drawn at a time
 # torch draws normal numbers in groups of 16, and redraws an incomplete last group: no block may be smaller.
@@ -104,11 +104,8 @@ class _Gaps:
 
     def __init__(self, wanted: Draw, total: int, generator: torch.Generator | None) -> None:
         self._generator = torch.default_generator if generator is None else generator
-        # modes must see what changes the generator; torch refuses a generator of another device when it draws
-        self._jumps = not dispatch_mode_count() and self._generator.device.type == "cpu" and jumps_exactly()
-        keeps_normal = (Origin(self._generator).keeps_normal,) if self._jumps else (False, True)
-        words = {_words(wanted.op, wanted.numbers, wanted.dtype, wanted.contiguous, each) for each in keeps_normal}
-        self._words = words.pop() if len(words) == 1 else 0
+        self._jumps = can_jump(self._generator)
+        self._words = words_of(self._generator, wanted.op, wanted.numbers, wanted.dtype, wanted.contiguous)
         last = total if total % ALIGNED == 0 else max(total - total % ALIGNED - ALIGNED, 0)
         self._last = last if self._words else 0
         self._origin: tuple[Origin, int] | None = None
@@ -138,6 +135,28 @@ class _Gaps:
             return
         for at in range(0, words // 2, len(self._skipped)):
             self._skipped[: words // 2 - at].uniform_(generator=self._generator)  # two words for each number
+
+
+def can_jump(generator: torch.Generator) -> bool:
+    """Whether a draw may set the state of a generator.
+
+    Modes must see all that changes the state. torch refuses a generator of another device when it draws.
+    """
+    return not dispatch_mode_count() and generator.device.type == "cpu" and jumps_exactly()
+
+
+def words_of(
+    generator: torch.Generator, op: OpOverload, numbers: tuple[Any, ...], dtype: torch.dtype, contiguous: bool = True
+) -> int:
+    """The number of words that a fill takes for each element now; 0 if it varies.
+
+    Example:
+        >>> words_of(torch.Generator(), torch.ops.aten.uniform_.default, (0.0, 1.0), torch.float64)
+        2
+    """
+    keeps_normal = (Origin(generator).keeps_normal,) if can_jump(generator) else (False, True)
+    words = {_words(op, numbers, dtype, contiguous, each) for each in keeps_normal}
+    return words.pop() if len(words) == 1 else 0
 
 
 @functools.lru_cache(maxsize=256)

@@ -121,7 +121,7 @@ def _table(block: Words) -> Words:
     return lines
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=1024)
 def _combinations(blocks: int) -> npt.NDArray[np.uint8]:
     """For each column, the line of the table that a jump over blocks takes: its terms, a bit for each row."""
     terms = power_of_x(blocks * SIZE).to_bytes(ROWS * COLUMNS // 8, "little")
