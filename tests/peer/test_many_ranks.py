@@ -154,3 +154,18 @@ def test_columns_of_long_rows_are_drawn_alike_too() -> None:
     """Three rows, each with a gap on both sides of this rank's columns."""
     few, many = (draw_calls(ranks, DRAWS["dropout"], (3, 4096), 1) for ranks in (256, 2048))
     assert many <= 1.1 * few
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_draw_on_many_ranks_is_one_devices(name: str) -> None:
+    """With jumps of the real distances: 2 million numbers, of which 16,384 are this rank's."""
+    torch.manual_seed(3)
+    expected = [DRAWS[name](torch.full((64 * 128, 256), 0.5)) for _ in range(2)]
+    state = torch.get_rng_state()
+    with fake_world(128, rank=45):
+        mesh = sw.init_device_mesh("cpu", (128,))
+        torch.manual_seed(3)
+        for plain in expected:
+            x = sw.full((64 * 128, 256), 0.5, device_mesh=mesh, placements=[S0])
+            assert torch.equal(DRAWS[name](x).to_local(), plain[64 * 45 : 64 * 46])
+        assert torch.equal(torch.get_rng_state(), state)
