@@ -1,8 +1,7 @@
 """Random operators: the time of a rank's part over plain torch's on a tensor of the local size.
 
-A CPU generator is sequential, so a rank draws the numbers of the whole tensor in blocks and keeps its part: with n
-ranks about n times the time of the local size. The indexed generator costs the part alone. On CUDA every element is
-drawn by its index.
+A CPU generator is sequential. A rank draws its part and skips the other numbers, long gaps by jumps of a constant time.
+The indexed generator costs the part alone. On CUDA every element is drawn by its index.
 """
 
 from collections.abc import Callable

@@ -146,3 +146,53 @@ def test_products_of_experts_take_few_calls() -> None:
         for _ in range(3):
             step()
         assert calls(step) <= 200
+
+
+# ---------------------------------------------------------------- random numbers
+
+DRAWS = {
+    "dropout": lambda x: F.dropout(x, 0.1),
+    "normal_": lambda x: x.normal_(),
+    "uniform_": lambda x: x.uniform_(),
+    "exponential_": lambda x: x.exponential_(),
+    "rand_like": lambda x: torch.rand_like(x),
+    "bernoulli": lambda x: torch.bernoulli(x),
+}
+
+
+def draw_calls(ranks: int, draw: Any, shape: tuple[int, int], dim: int) -> int:
+    with fake_world(ranks, rank=ranks // 2):
+        mesh = sw.init_device_mesh("cpu", (ranks,))
+        sizes = [size * ranks if at == dim else size for at, size in enumerate(shape)]
+        x = sw.zeros(*sizes, device_mesh=mesh, placements=[sw.Shard(dim)])
+        torch.manual_seed(0)
+        draw(x)
+        return calls(lambda: draw(x), of_c=True)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_draw_takes_as_many_calls_on_2048_ranks_as_on_256(name: str) -> None:
+    """The generator's state jumps over the numbers of other ranks; 16,384 are this rank's."""
+    few, many = (draw_calls(ranks, DRAWS[name], (64, 256), 0) for ranks in (256, 2048))
+    assert many <= 1.1 * few
+
+
+def test_columns_of_long_rows_are_drawn_alike_too() -> None:
+    """Three rows, each with a gap on both sides of this rank's columns."""
+    few, many = (draw_calls(ranks, DRAWS["dropout"], (3, 4096), 1) for ranks in (256, 2048))
+    assert many <= 1.1 * few
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_draw_on_many_ranks_is_one_devices(name: str) -> None:
+    """With jumps of the real distances: 2 million numbers, of which 16,384 are this rank's."""
+    torch.manual_seed(3)
+    expected = [DRAWS[name](torch.full((64 * 128, 256), 0.5)) for _ in range(2)]
+    state = torch.get_rng_state()
+    with fake_world(128, rank=45):
+        mesh = sw.init_device_mesh("cpu", (128,))
+        torch.manual_seed(3)
+        for plain in expected:
+            x = sw.full((64 * 128, 256), 0.5, device_mesh=mesh, placements=[S0])
+            assert torch.equal(DRAWS[name](x).to_local(), plain[64 * 45 : 64 * 46])
+        assert torch.equal(torch.get_rng_state(), state)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bench.counting import calls
 from shardwise.rng import dropout_tiles
 from shardwise.rng.dropout_tiles import DropoutMask, MaskTile, _runs
 from shardwise.rules.attention_blocks import ScoreTile
@@ -34,6 +35,38 @@ def test_tiles_are_parts_of_the_mask_of_one_device(rows: list[int], found: list[
         queries = rows[tile.row : tile.row + tile.rows]
         columns = slice(tile.first, tile.first + tile.columns)
         assert torch.equal(part, expected[1:2][:, [0, 2]][:, :, queries][..., columns])
+
+
+@given(st.lists(st.integers(0, 1), min_size=1, unique=True), st.lists(st.integers(0, 39), min_size=1, unique=True))
+def test_a_rank_stores_the_states_of_its_own_rows(samples: list[int], rows: list[int]) -> None:
+    """They are computed by jumps, in any order, and the generator ends where one device's does."""
+    shape, generator, plain = (2, 3, 40, 17), torch.Generator().manual_seed(9), torch.Generator().manual_seed(9)
+    expected = torch.empty(shape).bernoulli_(0.3, generator=plain).bool()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(dropout_tiles, "JUMP", 400)  # 12 rows of a sample and head
+        mask = DropoutMask(shape, 0.3, generator)
+    assert torch.equal(generator.get_state(), plain.get_state())
+    assert not mask.states
+    for _ in range(2):
+        (part,) = mask.parts(samples, [2, 0], rows, [MaskTile(0, len(rows), 5, 11)])
+        assert torch.equal(part, expected[samples][:, [2, 0]][:, :, rows][..., 5:16])
+    steps = {row // mask.step for row in rows}
+    assert len(mask.states) <= 2 * len(samples) * len(steps)
+    assert {plane // 3 for plane, _ in mask.states} == set(samples)
+
+
+def test_a_large_mask_takes_as_many_calls_for_more_samples() -> None:
+    """Samples of other ranks cost nothing; the polynomials of jumps are computed at the first use."""
+
+    def draw(samples: int) -> None:
+        mask = DropoutMask((samples, 2, 512, 512), 0.5, torch.Generator())
+        mask.parts([samples // 2], [0, 1], [64, 65], [MaskTile(0, 2, 0, 512)])
+
+    counts = []
+    for samples in (8, 512):
+        draw(samples)
+        counts.append(calls(lambda: draw(samples), of_c=True))  # noqa: B023
+    assert counts[1] <= counts[0] + 10
 
 
 @pytest.mark.parametrize("planes", [1, 3, 100, 700, 1024, 2000])

@@ -1,12 +1,14 @@
 """Random operators give the numbers of one device, bit for bit, on every mesh; and leave its generator's state."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import shardwise as sw
@@ -14,8 +16,9 @@ from shardwise.core.layout import Cut
 from shardwise.debug import CommDebugMode
 from shardwise.rng import cpu_stream as stream
 from shardwise.rng import indexed_generator as indexed
-from shardwise.rng.block_geometry import count_below, extents_of, indices_between
-from shardwise.rng.random_fill import Draw
+from shardwise.rng.block_geometry import count_below, extents_of, index_of, indices_between
+from shardwise.rng.mt19937_jump import Origin
+from shardwise.rng.random_fill import FROM, Draw
 from tests.blocks import block_of
 
 MESHES = ((2,), (4,), (3,), (2, 2), (2, 3))
@@ -23,6 +26,7 @@ SHAPES = ((8, 12), (5, 7), (3, 1, 50), (1,), (0, 4), (24,), ())
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 S0, S1, R = sw.Shard(0), sw.Shard(1), sw.Replicate()
 SEED = 1234
+CPU = torch.device("cpu")
 
 
 def layouts(mesh: sw.DeviceMesh, ndim: int) -> Iterator[dict[str, Any]]:
@@ -334,6 +338,122 @@ def test_drawing_needs_the_memory_of_the_own_part() -> None:
     assert allocated < 8 * 2**20
 
 
+# ---------------------------------------------------------------- one process's part of a long stream
+
+aten = torch.ops.aten
+OPS: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "uniform": (aten.uniform_.default, (-1.0, 3.0)),
+    "normal": (aten.normal_.default, (1.0, 2.0)),
+    "log_normal": (aten.log_normal_.default, (0.5, 0.25)),
+    "exponential": (aten.exponential_.default, (1.5,)),
+    "cauchy": (aten.cauchy_.default, (1.0, 2.0)),
+    "geometric": (aten.geometric_.default, (0.3,)),
+    "bernoulli": (aten.bernoulli_.float, (0.3,)),
+    "random": (aten.random_.default, ()),
+    "random to": (aten.random_.to, (100,)),
+    "random from to": (FROM, (-5, 100)),
+}
+INTEGERS = {"random", "random to", "random from to", "bernoulli", "geometric"}
+PAIRS = {"log_normal"}  # numbers are made in pairs, and the second is kept
+NEAR = {"columns with short gaps", "overlapping"}
+BLOCKS: dict[str, tuple[tuple[int, ...], list[list[tuple[Cut, ...]]]]] = {
+    "rows": ((40, 300), [[(Cut(8, 4),), ()]]),
+    "first rows": ((40, 300), [[(Cut(8, 0),), ()]]),
+    "last rows": ((41, 301), [[(Cut(8, 7),), ()]]),
+    "uneven rows": ((37, 311), [[(Cut(8, 4),), ()]]),
+    "empty": ((3, 5007), [[(Cut(8, 5),), ()]]),
+    "columns with long gaps": ((3, 5003), [[(), (Cut(8, 3),)]]),
+    "columns with short gaps": ((300, 41), [[(), (Cut(8, 3),)]]),
+    "parts of rows and columns": ((4, 3, 1501), [[(Cut(2, 1),), (), (Cut(4, 2),)]]),
+    "front and back": ((40, 300), [[(Cut(4, 1, 2),), ()]]),
+    "several": ((40, 307), [[(Cut(20, 11),), ()], [(Cut(20, 2),), ()]]),
+    "overlapping": ((40, 300), [[(Cut(20, 11),), ()], [(), (Cut(150, 140),)]]),
+    "none": ((40, 307), []),
+}
+
+
+def states() -> Iterator[tuple[bool, torch.Generator]]:
+    """Fresh ones, and some inside a block of the generator's state; whether a normal number is kept."""
+    for seed, used, normals in ((0, 0, 0), (1, 300, 1), (2, 624, 0)):
+        generator = torch.Generator().manual_seed(seed)
+        torch.empty(used).uniform_(generator=generator)
+        torch.empty(normals).normal_(generator=generator)
+        yield bool(normals), generator
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("blocks", BLOCKS)
+@pytest.mark.parametrize("name", OPS)
+def test_a_process_jumps_over_what_it_does_not_need(
+    name: str, blocks: str, contiguous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers, and each byte of the state after them."""
+    monkeypatch.setattr(stream, "BLOCK", 128)
+    monkeypatch.setattr(stream, "JUMP", 1300)
+    jump, jumps = Origin.jump, []
+    monkeypatch.setattr(Origin, "jump", lambda *args: jumps.append(args[2]) or jump(*args))
+    (op, numbers), (shape, cuts) = OPS[name], BLOCKS[blocks]
+    held = [block_of(shape, each) for each in cuts]
+    count = math.prod(shape)
+    for dtype in (*FLOATS[:3], torch.int64) if name in INTEGERS else FLOATS[:3]:
+        for keeps_normal, generator in states():
+            plain = generator.clone_state()
+            memory = torch.empty(count, dtype=dtype) if contiguous else torch.empty(2 * count, dtype=dtype)[::2]
+            drawn = op(memory, *numbers, generator=plain)
+            jumps.clear()
+            parts = stream.draw(Draw(op, numbers, shape, dtype, CPU, contiguous), held, generator)
+            for block, part in zip(held, parts, strict=True):
+                own = drawn[indices_between(extents_of(shape, block), 0, part.numel())] if part.numel() else drawn[:0]
+                assert torch.equal(part.view(-1), own)
+            assert torch.equal(generator.get_state(), plain.get_state())
+            paired = name in PAIRS or (name == "normal" and not contiguous)
+            assert bool(jumps) == (blocks not in NEAR and not (paired and keeps_normal))
+
+
+class Drawn(TorchDispatchMode):
+    """Counts the words that operators take from a generator, if each element takes one."""
+
+    words = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.uniform_.default and kwargs["generator"]._cdata == self.generator._cdata:
+            self.words += args[0].nbytes // 4
+        return func(*args, **(kwargs or {}))
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self.generator = generator
+
+
+def test_modes_see_every_number_that_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recorded program repeats operators, and would not repeat a jump."""
+    monkeypatch.setattr(stream, "BLOCK", 64)
+    monkeypatch.setattr(stream, "JUMP", 1000)
+    wanted = Draw(aten.uniform_.default, (0.0, 1.0), (40, 300), torch.float32, CPU)
+    generator, plain = torch.Generator().manual_seed(0), torch.Generator().manual_seed(0)
+    with Drawn(generator) as seen:
+        (part,) = stream.draw(wanted, [block_of((40, 300), [(Cut(8, 4),), ()])], generator)
+    assert seen.words == 40 * 300
+    assert torch.equal(part, torch.empty(40, 300).uniform_(generator=plain)[20:25])
+    assert torch.equal(generator.get_state(), plain.get_state())
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_where_the_state_of_torch_is_not_the_known_one_all_numbers_are_drawn(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "BLOCK", 64)
+    monkeypatch.setattr(stream, "JUMP", 1000)
+    monkeypatch.setattr(stream, "jumps_exactly", lambda: False)
+    op, numbers = OPS[name]
+    for _, generator in states():
+        plain = generator.clone_state()
+        wanted = Draw(op, numbers, (40, 301), torch.float32, CPU)
+        (part,) = stream.draw(wanted, [block_of((40, 301), [(Cut(8, 4),), ()])], generator)
+        assert torch.equal(part, op(torch.empty(40, 301), *numbers, generator=plain)[20:25])
+        assert torch.equal(generator.get_state(), plain.get_state())
+
+
 # ---------------------------------------------------------------- the indexed generator
 
 
@@ -392,6 +512,9 @@ def test_positions(cuts: list[tuple[Cut, ...]]) -> None:
     indices = [[i for run in runs for i in range(run.start, run.start + run.length)] for runs in block.runs]
     want = [i * 6 + j for i in indices[0] for j in indices[1]]
     assert indices_between(extents, 0, len(want)).tolist() == want
+    assert [index_of(extents, element) for element in range(len(want))] == want
+    with pytest.raises(IndexError):
+        index_of(extents, len(want))
     assert [count_below(extents, p) for p in range(61)] == [sum(q < p for q in want) for p in range(61)]
 
 

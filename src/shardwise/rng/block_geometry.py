@@ -12,7 +12,7 @@ import torch
 
 from shardwise.core.layout import Block, Run
 
-__all__ = ["Extent", "count_below", "extents_of", "indices_between", "is_run"]
+__all__ = ["Extent", "count_below", "extents_of", "index_of", "indices_between", "is_run"]
 
 
 class Extent(NamedTuple):
@@ -107,6 +107,23 @@ def _indices_of_dim(extent: Extent, element: torch.Tensor) -> torch.Tensor:
     ahead = torch.tensor([run.start - begin for run, begin in zip(runs, begins, strict=True)], device=element.device)
     run = torch.searchsorted(torch.tensor(begins, device=element.device), element, right=True) - 1
     return (element + ahead[run]) * stride
+
+
+def index_of(extents: Sequence[Extent], element: int) -> int:
+    """The global index of one element of the block, as in `indices_between`.
+
+    Example:
+        >>> columns = extents_of((4, 6), Block((4, 2), (0, 2), ((Run(0, 4),), (Run(2, 2),))))
+        >>> [index_of(columns, element) for element in range(1, 8)]
+        [3, 8, 9, 14, 15, 20, 21]
+    """
+    extent, inner = extents[0], extents[1:]
+    at, rest = divmod(element, math.prod(e.size for e in inner))
+    for run in extent.runs:
+        if at < run.length:
+            return (run.start + at) * extent.stride + (index_of(inner, rest) if inner else 0)
+        at -= run.length
+    raise IndexError("the block has fewer elements")
 
 
 def count_below(extents: Sequence[Extent], index: int) -> int:

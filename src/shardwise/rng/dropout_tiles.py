@@ -1,17 +1,19 @@
 """One device's dropout mask of attention scores, tile by tile, from a sequential CPU generator.
 
-The stream of the global mask is drawn once, and some states of the generator are stored. Parts are drawn again from
-these. Costs the time of the global mask and the memory of one tile.
+Parts are drawn from states of the generator that are stored. If the mask of a sample and head is large, a state is
+stored when a part needs it, by a jump; else the stream of the global mask is drawn once, which costs its time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import bisect
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from shardwise.rng.cpu_stream import is_sequential
+from shardwise.rng.cpu_stream import JUMP, can_jump, is_sequential, words_of
+from shardwise.rng.mt19937_jump import Origin
 
 __all__ = ["DropoutMask", "MaskTile", "can_repeat"]
 
@@ -49,17 +51,50 @@ class DropoutMask:
         self.shape, self.keep = tuple(shape), keep
         samples, heads, rows, columns = shape
         count = max(1, min(OF_EACH, MOST_STATES // max(samples * heads, 1)))
-        self.step = max(1, -(-rows // count))  # rows between two states
+        self.step = max(1, -(-rows // count))  # rows between two states, at most
         self.states: dict[tuple[int, int], torch.Tensor] = {}  # by sample and head, and first row
+        self._rows: dict[int, list[int]] = {}  # those with a state, in order, by sample and head
+        self._words = columns * words_of(generator, aten.bernoulli_.float, (keep,), DTYPE)  # of a row
+        self._begin = generator.get_state()
+        if can_jump(generator) and rows * self._words >= JUMP:
+            self.step = -(-JUMP // self._words)
+            Origin(generator).jump(generator, samples * heads * rows * self._words)
+        else:
+            self._draw_all(generator)
+
+    def _draw_all(self, generator: torch.Generator) -> None:
+        """Draw the global mask, and store some states."""
+        samples, heads, rows, columns = self.shape
         scratch = torch.empty(min(AT_ONCE, max(self.step * columns, 1)), dtype=DTYPE)
         for plane in range(samples * heads):
             for row in range(0, rows, self.step):
-                self.states[plane, row] = generator.get_state()
+                self._keep(plane, row, generator)
                 left = min(self.step, rows - row) * columns
                 while left:
                     drawn = min(left, scratch.numel())
-                    scratch[:drawn].bernoulli_(keep, generator=generator)
+                    scratch[:drawn].bernoulli_(self.keep, generator=generator)
                     left -= drawn
+
+    def _keep(self, plane: int, row: int, generator: torch.Generator) -> None:
+        self.states[plane, row] = generator.get_state()
+        bisect.insort(self._rows.setdefault(plane, []), row)
+
+    def _row_before(self, plane: int, row: int) -> int | None:
+        """The last row up to this one with a state, if it is near."""
+        rows = self._rows.get(plane, ())
+        at = bisect.bisect(rows, row) - 1
+        return rows[at] if at >= 0 and row - rows[at] < self.step else None
+
+    def _store(self, places: Iterable[tuple[int, int]]) -> None:
+        """Store states at or before these samples and heads, and rows."""
+        generator, origin = torch.Generator(), None
+        for plane, row in sorted(places):
+            if self._row_before(plane, row) is None:
+                if origin is None:
+                    generator.set_state(self._begin)
+                    origin = Origin(generator)
+                origin.jump(generator, (plane * self.shape[2] + row) * self._words)
+                self._keep(plane, row, generator)
 
     def parts(
         self, samples: Sequence[int], heads: Sequence[int], rows: Sequence[int], tiles: Sequence[MaskTile]
@@ -77,6 +112,8 @@ class DropoutMask:
         if not wanted:
             return found
         runs = _runs([(rows[at], at) for at in wanted])
+        planes = [sample * self.shape[1] + head for sample in samples for head in heads]
+        self._store((plane, first) for plane in planes for first, _, _ in runs)
         for i, sample in enumerate(samples):
             for j, head in enumerate(heads):
                 for first, at, count in runs:
@@ -88,7 +125,8 @@ class DropoutMask:
     ) -> None:
         """Draw the global rows from `first` on, which are the local rows from `at` on."""
         columns = self.shape[3]
-        begin = first // self.step * self.step
+        begin = self._row_before(plane, first)
+        assert begin is not None
         generator = torch.Generator()
         generator.set_state(self.states[plane, begin])
         most = max(1, AT_ONCE // columns)
