@@ -92,6 +92,7 @@ def test_a_move_is_planned_and_run_alike_on_any_number_of_ranks(move: Any) -> No
 SCALED = (
     "mean_squared_error", "cross_entropy", "covariance", "convolution", "recurrent", "attention", "attention_module",
     "moving_average", "running_sum_of_columns", "softmax_of_columns", "beside_rows", "written_rows", "log_sum_exp",
+    "dropout",
 )  # fmt: skip
 
 
