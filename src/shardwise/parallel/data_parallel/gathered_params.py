@@ -121,7 +121,8 @@ class Gathered:
         self._reference: weakref.ref[Gathered] = weakref.ref(self)
 
     def __del__(self) -> None:
-        self._forget_memory()
+        if self._keys:
+            self.drop()
 
     @property
     def is_present(self) -> bool:
@@ -188,15 +189,12 @@ class Gathered:
             self.part = None
         if self._pending is not None:
             _ = self._pending._local_tensor  # a collective in flight is finished before its buffer is freed
-        self._forget_memory()
-        self._leaves.clear()
-        self.tensors, self._pending, self._started = None, None, False
-
-    def _forget_memory(self) -> None:
         for key in self._keys:
             if _memory.get(key, (None,))[0] is self._reference:
                 del _memory[key]
         self._keys.clear()
+        self._leaves.clear()
+        self.tensors, self._pending, self._started = None, None, False
 
     def lend(self, other: Gathered) -> bool:
         """Share this copy's memory with another copy of the same values; returns whether it did."""

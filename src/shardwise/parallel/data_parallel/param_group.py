@@ -40,6 +40,13 @@ Key = tuple[DeviceMesh | None, Source]
 
 
 @runtime_checkable
+class Pass(Protocol):
+    """A backward that has reached a state. One that the state still has when it is over has failed."""
+
+    is_over: bool
+
+
+@runtime_checkable
 class Owner(Protocol):
     """The interface of a state to its group."""
 
@@ -47,12 +54,17 @@ class Owner(Protocol):
     gradient_divide_factor: float | None
     compute_mesh: DeviceMesh | None
 
+    @property
+    def backward(self) -> Pass | None:
+        """The backward that has reached the state."""
+        ...
+
     def needed(self, gathered: Gathered) -> None:
         """Backward needs gathered memory that has been dropped."""
         ...
 
-    def reached(self) -> None:
-        """Called when backward has gradients of a bucket, before they are added to others."""
+    def start_anew(self) -> None:
+        """Called when backward has gradients of a bucket and the last one has failed: drop what that has left."""
         ...
 
     def completed(self, group: ParameterGroup, bucket: Bucket) -> None:
@@ -287,7 +299,8 @@ class ParameterGroup:
         Args:
             keep_part: keep the part of the flat buffer that this forward has set aside for backward.
         """
-        self.show_stored()
+        if self.shown is not None:
+            self.show_stored()
         if self.is_sharded:
             self._drop_all(keep_part=keep_part)
 
@@ -573,7 +586,9 @@ def _take(
             "that the gradients of its gathered parameters cannot be reduced",
             hint="keep the module until backward has run",
         )
-    group._owner.reached()
+    last = group._owner.backward
+    if last is not None and last.is_over:
+        group._owner.start_anew()
     pending = bucket.pending.setdefault(key, {})
     stored = key[1].stored
     for index, grad in zip(indices, grads, strict=True):

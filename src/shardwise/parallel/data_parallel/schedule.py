@@ -307,7 +307,8 @@ class ModuleState:
                 group.drop_outdated()
         if not self.keeps_gathered:
             self.drop()
-        self._remove_leaf_hooks()
+        if self._leaf_hooks:
+            self._remove_leaf_hooks()
         self.run = run
         run.gathered[self] = None
 
@@ -469,8 +470,8 @@ class ModuleState:
         self.backward = found
         return found
 
-    def reached(self) -> None:
-        """Called when a backward has gradients of gathered parameters."""
+    def start_anew(self) -> None:
+        """Called when a backward has gradients of gathered parameters, and the last one has failed."""
         self._touch()
 
     def _before_backward(self, run: ForwardRun, grad: torch.Tensor) -> None:
@@ -516,7 +517,8 @@ class ModuleState:
             self.reduce_pending(backward)
         if not (self.requires_gradient_sync and self.requires_all_reduce and self.is_last_backward):
             _waiting[self] = None  # a later backward reduces its gradients, or waits for that
-        self._remove_leaf_hooks()
+        if self._leaf_hooks:
+            self._remove_leaf_hooks()
         self.awaits_backward = False
         self.keeps_gathered = not self.reshard_after_backward
         if self.reshard_after_backward:
