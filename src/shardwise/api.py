@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,7 @@ from shardwise.fabric.block_copies import slicer
 from shardwise.fabric.routes import bound_route, scatter
 from shardwise.fabric.world import as_mesh
 from shardwise.tensor import AnyDTensor, DTensor, dtensor_of, is_dtensor
-from shardwise.tensor.dtensor import REPLACED
+from shardwise.tensor.dtensor import REMEMBERED, REPLACED
 from shardwise.tensor.from_local import not_a_tensor
 from shardwise.transforms import alive, is_wrapped, outside_transforms, without_derivatives
 
@@ -31,8 +31,10 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "mark_replaced",
+    "parameter_like",
     "parameters_of",
     "replicate_rest",
+    "users_hooks",
 ]
 
 
@@ -215,9 +217,7 @@ def replicate_rest(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | Non
         if id(tensor) not in made:
             distributed = distribute_tensor(tensor.detach(), mesh, src_data_rank=src_data_rank)
             is_parameter = isinstance(tensor, nn.Parameter)
-            made[id(tensor)] = (
-                nn.Parameter(distributed, requires_grad=tensor.requires_grad) if is_parameter else distributed
-            )
+            made[id(tensor)] = parameter_like(tensor, distributed) if is_parameter else distributed
         return made[id(tensor)]
 
     for owner in module.modules():
@@ -227,6 +227,45 @@ def replicate_rest(module: nn.Module, mesh: DeviceMesh, src_data_rank: int | Non
 
 
 # ---------------------------------------------------------------- parameters that were replaced
+
+
+def parameter_like(parameter: nn.Parameter, data: Any) -> nn.Parameter:
+    """The DTensor `data` as a parameter that replaces another: with what users gave that one, also hooks.
+
+    Example:
+        >>> import shardwise as sw
+        >>> before = nn.Parameter(torch.ones(2))
+        >>> handle = before.register_hook(lambda gradient: gradient * 0)
+        >>> made = parameter_like(before, sw.ones(2, device_mesh=sw.init_device_mesh("cpu", (2,))))
+        >>> made.sum().backward()
+        >>> made.grad.full_tensor()
+        tensor([0., 0.])
+    """
+    on_gradient = users_hooks(parameter._backward_hooks)
+    on_total = users_hooks(parameter._post_accumulate_grad_hooks)
+    made = nn.Parameter(data, requires_grad=parameter.requires_grad or bool(on_gradient or on_total))
+    for key, value in vars(parameter).items():
+        if key not in _OF_DTENSORS:
+            setattr(made, key, value)
+    for hook in on_gradient:
+        made.register_hook(hook)
+    for hook in on_total:
+        made.register_post_accumulate_grad_hook(hook)
+    made.requires_grad_(parameter.requires_grad)  # a frozen one keeps its hooks, but takes no new ones
+    return made
+
+
+_OF_DTENSORS = ("_local_tensor", "_spec", "_is_param", *REMEMBERED)  # attributes of one tensor
+
+
+def users_hooks(hooks: Mapping[int, Callable[..., Any]] | None) -> list[Callable[..., Any]]:
+    """The hooks of a parameter, without those of this library."""
+    found = list((hooks or {}).values())
+    return [hook for hook in found if not _module_of(hook).startswith("shardwise.")]
+
+
+def _module_of(hook: Any) -> str:
+    return getattr(hook.func if isinstance(hook, partial) else hook, "__module__", None) or ""
 
 
 def parameters_of(who: str, *modules: nn.Module) -> list[nn.Parameter]:

@@ -76,6 +76,7 @@ __all__ = [
     "foreach_mul_",
     "forward_ad",
     "function_mode_count",
+    "function_mode_stack",
     "functorch",
     "global_backward_hooks",
     "global_forward_hooks",
@@ -162,6 +163,7 @@ push_function_mode = _overrides._push_mode  # the same for function modes
 pop_function_mode = _overrides._pop_mode  # the same
 without_dispatch_modes = _python_dispatch._disable_current_modes  # computing shapes without recording them
 dispatch_mode_stack = _python_dispatch._get_current_dispatch_mode_stack  # modes that must not see gathering
+function_mode_stack = _overrides._get_current_function_mode_stack  # modes that must not see locals
 
 # ---------------------------------------------------------------- autograd
 # `forward_ad._current_level` changes. It is read where it is needed: a function would cost a frame.

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.functional import silu as activation
 from torch.nn.modules import module as nn_module
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
@@ -20,6 +22,7 @@ from shardwise.parallel import ColwiseParallel, RowwiseParallel, SequenceParalle
 from shardwise.parallel.tensor_parallel.forward_layouts import forward_layouts
 from shardwise.parallel.tensor_parallel.layer import layer_of
 
+aten = torch.ops.aten
 MESH = sw.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
 SCALE = [2.0]
 
@@ -116,6 +119,11 @@ class Helped(Norm):
 
     def forward(self, x: Any) -> Any:
         return activation(self.helper(x)) * self.weight
+
+
+class Functional(Norm):
+    def forward(self, x: Any) -> Any:
+        return F.silu(x) * self.weight
 
 
 class ByDtype(nn.Linear):
@@ -269,6 +277,114 @@ def test_autocast_changes_dtypes_inside() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected, found = reference(given), module(sw.distribute_tensor(given, MESH, [Shard(1)]))
     torch.testing.assert_close(found.full_tensor() if isinstance(found, sw.DTensor) else found, expected)
+
+
+def normalized(weight: Any) -> Any:
+    return weight / weight.norm()
+
+
+class ByProperty(nn.Linear):
+    @property
+    def weight(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return normalized(self._parameters["weight"])
+
+
+class ByGetattr(nn.Linear):
+    def __getattr__(self, name: str) -> Any:
+        found = super().__getattr__(name)
+        return normalized(found) if name == "weight" else found
+
+
+class ByGetattribute(nn.Linear):
+    def __getattribute__(self, name: str) -> Any:
+        if name != "weight":
+            return super().__getattribute__(name)
+        return normalized(self._parameters["weight"])
+
+
+@pytest.mark.parametrize("kind", [ByProperty, ByGetattr, ByGetattribute])
+def test_a_class_that_computes_its_parameters_runs_on_dtensors(kind: Any) -> None:
+    style = ColwiseParallel(use_local_output=False)
+    module: nn.Module = nn.Linear(8, 16)
+    module.__class__ = kind
+    reference, module = parallel(module, style)
+    check(reference, module, torch.randn(2, 8), Replicate())
+    assert not runs_on_locals(module)
+
+    own: Any = type("Own", (nn.Linear,), {})  # and if its class changes later
+    reference, module = parallel(own(8, 16), style)
+    check(reference, module, torch.randn(2, 8), Replicate())
+    assert runs_on_locals(module)
+    own.__bases__ = (kind,)
+    check(reference, module, torch.randn(2, 8), Replicate())
+
+
+class Optional(nn.Linear):
+    shift: Any
+
+    def __init__(self) -> None:
+        super().__init__(8, 8, bias=False)
+        self.register_parameter("shift", None)
+
+    def forward(self, x: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        found = F.linear(x, self.weight)
+        return found if self.shift is None else found + self.shift
+
+
+def test_a_parameter_that_was_none_is_seen() -> None:
+    reference, module = parallel(Optional(), RowwiseParallel(input_layouts=Replicate(), use_local_output=False))
+    check(reference, module, torch.randn(2, 8), Replicate())
+    assert runs_on_locals(module)
+    value = torch.randn(8)
+    reference.shift = nn.Parameter(value)
+    module.shift = nn.Parameter(sw.distribute_tensor(value, MESH, [Replicate()]))
+    check(reference, module, torch.randn(2, 8), Replicate())
+    other = parallelize_module(copy.deepcopy(reference), MESH, RowwiseParallel(input_layouts=Replicate()))
+    other.shift = nn.Parameter(value)
+    expected = reference(torch.ones(2, 8))
+    torch.testing.assert_close(other(sw.distribute_tensor(torch.ones(2, 8), MESH, [Replicate()])), expected)
+
+
+@pytest.mark.parametrize(("make", "name"), [(lambda: nn.LayerNorm(8), "layer_norm"), (Functional, "silu")])
+def test_a_replaced_function_of_torch_is_seen(make: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reference, module = parallel(make())
+    original = getattr(F, name)
+    check(reference, module, torch.randn(2, 8, 8), Shard(1))
+    assert runs_on_locals(module)
+    monkeypatch.setattr(F, name, lambda *args: times_mean(original(*args)))
+    check(reference, module, torch.randn(2, 8, 8), Shard(1))
+    monkeypatch.undo()
+    check(reference, module, torch.randn(2, 8, 8), Shard(1))
+    assert runs_on_locals(module)
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found * found.mean() if func in (F.linear, F.silu) else found
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found * found.mean() if func in (aten.addmm.default, aten.silu.default) else found
+
+
+@pytest.mark.parametrize("mode", [FunctionMode, DispatchMode])
+@pytest.mark.parametrize("before", [False, True])
+def test_modes_get_dtensors(mode: Any, before: bool) -> None:
+    """A mode that scales by a mean over all elements: of locals it would be another one."""
+    for make, style, placement, x in (
+        (lambda: nn.Linear(8, 16), ColwiseParallel(use_local_output=False), Replicate(), torch.randn(4, 8)),
+        (Functional, SequenceParallel(), Shard(1), torch.randn(2, 8, 8)),
+    ):
+        reference, module = parallel(make(), style)
+        if not before:
+            check(reference, module, x, placement)
+            assert runs_on_locals(module)
+        with mode():
+            expected, found = reference(x), module(sw.distribute_tensor(x, MESH, [placement]))
+        torch.testing.assert_close(found.full_tensor(), expected)
 
 
 def pre_hook(module: nn.Module) -> Any:

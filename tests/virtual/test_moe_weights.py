@@ -325,3 +325,23 @@ def test_weights_go_with_the_tokens() -> None:
     token = 32 * 4
     row_bytes = (token + 2 * 4 + 2 * 2, token, token, token + 2 * 4)
     assert [move.received for move in moves[1:]] == [crossing * size / 4 for size in row_bytes]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
+@pytest.mark.parametrize("choices", [1, 2])
+@pytest.mark.parametrize("early", [False, True])
+def test_gradients_of_complex_rows(dtype: torch.dtype, choices: int, early: bool) -> None:
+    mesh, found = sw.init_device_mesh("cpu", (3,)), list[Any]()
+    torch.manual_seed(0)
+    given = torch.randn(7, 4, dtype=torch.complex128), torch.randn(7, choices, dtype=dtype)
+    ids = torch.rand(7, 5).topk(choices).indices
+    for place in (lambda t: t.clone(), lambda t: sw.distribute_tensor(t, mesh, [sw.Shard(0)])):
+        x, weights = (place(tensor).requires_grad_() for tensor in given)
+        rows, back = sw.moe.dispatch(x, place(ids), 5, weights=weights if early else None)
+        y = back(rows * rows, None if early else weights)
+        loss = (y * y.conj()).real.sum()
+        first = torch.autograd.grad(loss, [x, weights], create_graph=True)
+        second = torch.autograd.grad(sum((g * g.conj()).real.sum() for g in first), [x, weights], retain_graph=True)
+        found.append([*torch.autograd.grad(loss, [x, weights]), *first, *second])
+    for expected, own in zip(*found, strict=True):
+        torch.testing.assert_close(own.full_tensor(), expected)

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
+from torch.nn.utils import parametrize
 
 import shardwise as sw
 from shardwise.debug import CommDebugMode
@@ -495,6 +496,64 @@ def test_without_gradients_and_in_another_precision() -> None:
     torch.testing.assert_close(whole(got), want, rtol=2e-2, atol=2e-2)
     got.float().square().sum().backward()
     assert spread[1].weight.grad.dtype is torch.float32
+
+
+def test_a_model_changes_its_dtype_after_a_backward() -> None:
+    mesh, model = mesh_of(2), nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4))
+    reference = copy.deepcopy(model)
+    plan = {"0": SequenceParallel(), "1": ColwiseParallel(input_layouts=S1, use_local_output=False)}
+    parallelize_module(model, mesh, plan)
+    for dtype in (torch.float32, torch.float64):
+        x = torch.randn(2, 8, 8, dtype=dtype)
+        model.to(dtype)
+        reference.to(dtype)
+        for _ in range(2):
+            model(sw.distribute_tensor(x, mesh, [S1])).square().sum().backward()
+            reference(x).square().sum().backward()
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float64}
+    assert_same_gradients(model, reference)
+
+
+STYLES: dict[str, Any] = {
+    "sequence": SequenceParallel(),
+    "plan": ColwiseParallel(input_layouts=S1, use_local_output=False),
+    "parametrization": ColwiseParallel(input_layouts=S1, use_local_output=False),
+}
+
+
+@pytest.mark.parametrize("how", [*STYLES, "distribute_module", "fully_shard"])
+def test_hooks_and_attributes_of_replaced_parameters_are_kept(how: str) -> None:
+    """As a mask for gradients, registered before the model is sharded. The bias is frozen at that time."""
+    mesh = mesh_of(2)
+    model: Any = nn.LayerNorm(8) if how == "sequence" else nn.Linear(8, 8)
+    weight = model.weight
+    mask, totals = torch.arange(8.0), list[Any]()
+    weight.rate = 0.1
+    weight.register_hook(lambda gradient: gradient * mask)
+    weight.register_post_accumulate_grad_hook(totals.append)
+    model.bias.register_hook(lambda gradient: gradient * mask)
+    model.bias.requires_grad_(False)
+    if how == "parametrization":
+        parametrize.register_parametrization(model, "weight", nn.Identity())
+    if how in STYLES:
+        parallelize_module(model, mesh, STYLES[how])
+    elif how == "distribute_module":
+        sw.distribute_module(model, mesh)
+    else:
+        sw.parallel.fully_shard(model, mesh=mesh)
+    weight, bias = model.weight, model.bias
+    if how == "parametrization":
+        weight = model.parametrizations.weight.original
+    assert weight.rate == 0.1
+    assert not bias.requires_grad
+    bias.requires_grad_()
+    (model(sw.distribute_tensor(torch.rand(4, 8, 8), mesh, [S0])) ** 2).sum().backward()
+    assert len(totals) == 1
+    assert totals[0] is weight
+    for parameter in (weight, bias):
+        zero = whole(parameter.grad).eq(0)
+        assert zero[..., 0].all()
+        assert not zero[..., 1:].any()
 
 
 def test_the_same_on_locals_and_on_dtensors() -> None:

@@ -91,15 +91,17 @@ def _by_maps_backward(outputs: Any, weights: Any, grad: Any, tokens: TokenMap, h
     """The gradients, with derivatives of their own."""
     if here:
         results = mapped(outputs, tokens, transposed=True)
-        of_weights = _dot(grad, results).view(weights.shape).to(weights.dtype)
-        return mapped(weighted(grad, weights), tokens), of_weights
+        of_weights = _dot(grad, results, weights.dtype).view(weights.shape)
+        return mapped(weighted(grad, weights.conj()), tokens), of_weights
     there = mapped(grad, tokens)
-    return weighted(there, weights), _dot(there, outputs).to(weights.dtype)
+    return weighted(there, weights.conj()), _dot(there, outputs, weights.dtype)
 
 
-def _dot(one: Any, other: Any) -> Any:
-    """The product of each row with the other one."""
-    return (one * other).flatten(1).sum(1) if one.dim() > 1 else one * other
+def _dot(grad: Any, rows: Any, dtype: torch.dtype) -> Any:
+    """The gradients of weights in this dtype: the product of each row of a gradient with the conjugate of its row."""
+    product = grad * rows.conj()
+    found = product.flatten(1).sum(1) if product.dim() > 1 else product
+    return (found.real if found.is_complex() and not dtype.is_complex else found).to(dtype)
 
 
 def _run(
@@ -153,15 +155,15 @@ def _rows_there(tokens: TokenMap, at: Coordinate, own: list[torch.Tensor], spec:
     line, send, gather, grad, factors, _ = own
     got = yield Items((grad.index_select(0, send),), *tokens.between(line, at))
     there = got.tensors[0].index_select(0, gather)
-    return (there.mul_(_column(factors, there)),)
+    return (there.mul_(_column(factors.conj(), there)),)
 
 
 def _weights_there(tokens: TokenMap, at: Coordinate, own: list[torch.Tensor], spec: DTensorSpec) -> Exchanging:
     line, send, gather, grad, factors, rows = own
     got = yield Items((grad.index_select(0, send),), *tokens.between(line, at))
     there = got.tensors[0].index_select(0, gather)
-    of_factors = _dot(there, rows).to(factors.dtype)
-    return there.mul_(_column(factors, there)), of_factors
+    of_factors = _dot(there, rows, factors.dtype)
+    return there.mul_(_column(factors.conj(), there)), of_factors
 
 
 def _rows_here(
@@ -173,7 +175,7 @@ def _rows_here(
 ) -> Exchanging:
     line, send, gather, _, _, grad, weights, _ = own
     rows = grad.index_select(0, send)
-    rows.mul_(_column(weights.reshape(-1).index_select(0, send), rows))
+    rows.mul_(_column(weights.conj().reshape(-1).index_select(0, send), rows))
     got = yield Items((rows,), *tokens.between(line, at), meanwhile)
     return (got.tensors[0].index_select(0, gather),)
 
@@ -183,7 +185,7 @@ def _weights_here(tokens: TokenMap, at: Coordinate, own: list[torch.Tensor], spe
     found: list[torch.Tensor] = []
 
     def meanwhile() -> None:
-        found.append(_dot(grad, here).to(weights.dtype).view(weights.shape))
+        found.append(_dot(grad, here, weights.dtype).view(weights.shape))
 
     (rows,) = yield from _rows_here(tokens, at, own, spec, meanwhile)
     return rows, *found

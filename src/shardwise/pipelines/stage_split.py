@@ -10,8 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from shardwise.api import users_hooks
 from shardwise.errors import LayoutError, UnsupportedError
-from shardwise.parallel.tensor_parallel.norm_gradients import users_hooks
 
 __all__ = ["Tie", "split_model", "untie"]
 

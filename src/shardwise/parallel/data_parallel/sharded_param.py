@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.api import parameter_like
 from shardwise.core.mesh import DeviceMesh, on_one_grid
 from shardwise.core.placement import Partial, Ragged, Replicate, Shard
 from shardwise.core.spec import DTensorSpec, TensorMeta
@@ -23,10 +24,8 @@ from shardwise.fabric.base import fabric_of, fabrics
 from shardwise.fabric.rank_tensor import DATA_IS_COUNTED, map_parts
 from shardwise.parallel.data_parallel.data_axes import axes_within
 from shardwise.parallel.data_parallel.flat_params import ParamSlot
-from shardwise.parallel.tensor_parallel.norm_gradients import users_hooks
 from shardwise.plan.propagate import replicated_spec
 from shardwise.tensor import DTensor, dtensor_of
-from shardwise.tensor.dtensor import REPLACED
 from shardwise.torch_private import current_graph_task, make_subclass
 
 __all__ = ["MARK", "GatheredParameter", "Owner", "ParametersInBackward", "ShardedParameter", "computed_shape"]
@@ -137,15 +136,7 @@ class ShardedParameter:
             kept = fabric.map(mesh, lambda coordinate, tensor: self.slot.cut(tensor, coordinate), spread)
         else:
             kept = fabric.build(mesh, lambda coordinate: self.slot.cut(local, coordinate))
-        stored = nn.Parameter(dtensor_of(self.spec, kept), requires_grad=parameter.requires_grad)
-        for key, value in parameter.__dict__.items():
-            if key not in ("_local_tensor", "_spec", "_is_param", REPLACED):
-                setattr(stored, key, value)
-        for hook in users_hooks(parameter._backward_hooks):
-            stored.register_hook(hook)
-        for hook in users_hooks(parameter._post_accumulate_grad_hooks):
-            stored.register_post_accumulate_grad_hook(hook)
-        return stored
+        return parameter_like(parameter, dtensor_of(self.spec, kept))
 
     # ---------------------------------------------------------------- the tensors of modules
 

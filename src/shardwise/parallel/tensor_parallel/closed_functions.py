@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-__all__ = ["closed_globals", "is_constant"]
+__all__ = ["closed_globals", "is_constant", "torch_functions"]
 
 MAX_KEPT = 4096
 _MISSING = object()
@@ -34,6 +34,7 @@ _OF_TENSORS = (
     "sqrt square sub sum t tanh to transpose type_as unsqueeze var"
 )
 _NAMES = _DTYPES.union(_OF_TENSORS.split())
+_OWN = {(module, name): vars(module)[name] for module in _MODULES for name in _NAMES if name in vars(module)}
 # Instructions without effects beyond local variables. No loops, subscripts, unpacking, closures, handlers, stores.
 _WITHOUT_EFFECTS = (
     "BINARY_OP BUILD_LIST BUILD_TUPLE CACHE CALL CALL_KW COMPARE_OP CONTAINS_OP COPY EXTENDED_ARG IS_OP "
@@ -65,6 +66,20 @@ def closed_globals(function: Any) -> Mapping[str, Any] | None:
     if not all(name in _BUILTINS if value is _MISSING else _is_of_torch(value) for name, value in found.items()):
         return None
     return {name: None if value is _MISSING else value for name, value in found.items()}
+
+
+def torch_functions(function: Any) -> list[tuple[types.ModuleType, str, Any]]:
+    """The attributes of torch's modules that a closed function may read, with torch's own values.
+
+    Example:
+        >>> def gated(self, x):
+        ...     return torch.mul(x, self.factor)
+        >>> torch_functions(gated) == [(torch, "mul", torch.mul)]
+        True
+    """
+    modules = [value for value in (closed_globals(function) or {}).values() if isinstance(value, types.ModuleType)]
+    names = function.__code__.co_names
+    return [(module, name, _OWN[module, name]) for module in modules for name in names if (module, name) in _OWN]
 
 
 def is_constant(value: Any) -> bool:

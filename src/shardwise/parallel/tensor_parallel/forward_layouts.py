@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import operator
 import types
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +28,7 @@ from shardwise.dispatch.signature import tensor_slots
 from shardwise.events import unobserved
 from shardwise.fabric.dry import dry
 from shardwise.modes import strict
-from shardwise.parallel.tensor_parallel.closed_functions import closed_globals, is_constant
+from shardwise.parallel.tensor_parallel.closed_functions import closed_globals, is_constant, torch_functions
 from shardwise.plan.propagate import OutputSharding
 from shardwise.rules.embedding import look_up
 from shardwise.schema import op_info
@@ -36,6 +38,8 @@ from shardwise.torch_private import TorchDispatchMode, is_alias_of, tree_flatten
 __all__ = ["ForwardLayouts", "Used", "forward_layouts"]
 
 MAX_KEPT = 4096
+# how nn.Module reads parameters: as attributes that are in no dict of the module or its class
+_READS = (("__getattr__", nn.Module.__getattr__), ("__getattribute__", object.__getattribute__))
 aten = torch.ops.aten
 # Backward on DTensors stores broadcast dims once. These operators only change how a value is stored.
 _STORAGE_ONLY = (aten.slice.Tensor, aten.expand.default)
@@ -87,15 +91,36 @@ class Used:
     """
 
     def __init__(self) -> None:
-        self.attributes: dict[str, Any] = {}  # constants of the module; None for names that its class defines
+        # constants of the module; None for names of parameters, and for names that its class defines
+        self.attributes: dict[str, Any] = {}
         self.definitions: list[tuple[Mapping[str, Any], str, Any]] = []  # globals, and methods in namespaces of classes
+        # functions of torch's modules, and what the class says about reading parameters
+        self.owners: list[Any] = []
+        self.names: list[str] = []
+        self.values: list[Any] = []
 
     def add_globals(self, function: Any) -> bool:
-        """Note the globals of a function; False if it is not closed."""
+        """Note the globals of a function and its functions of torch; False if it is not closed, or one is replaced."""
         found = closed_globals(function)
-        if found is not None and not _is_torchs(function):
+        if found is None:
+            return False
+        if not _is_torchs(function):
             self.definitions += [(function.__globals__, name, value) for name, value in found.items()]
-        return found is not None
+        return self._add_values(torch_functions(function))
+
+    def add_class(self, owner: type[nn.Module], parameters: Iterable[str]) -> bool:
+        """Note how a class reads parameters; False if not as nn.Module does."""
+        reads = [(owner, name, own) for name, own in _READS]
+        return self._add_values([*reads, *((owner, name, None) for name in parameters)])
+
+    def _add_values(self, expected: Sequence[tuple[Any, str, Any]]) -> bool:
+        """Note attributes of modules and classes; False if one has another value than expected."""
+        owners, names, values = zip(*expected, strict=True) if expected else ((), (), ())
+        found = list(map(getattr, owners, names, itertools.repeat(None)))
+        self.owners += owners
+        self.names += names
+        self.values += found
+        return all(map(operator.is_, found, values))
 
     def add_method(self, owner: type, name: str) -> Any:
         """A closed method of a class."""
@@ -116,8 +141,10 @@ class Used:
         )
 
     def definitions_hold(self) -> bool:
-        """Whether globals and methods are still the same objects."""
-        return all(space.get(name) is value for space, name, value in self.definitions)
+        """Whether globals, methods and functions of torch are still the same objects."""
+        if not all(map(operator.is_, map(getattr, self.owners, self.names, itertools.repeat(None)), self.values)):
+            return False
+        return not self.definitions or all(space.get(name) is value for space, name, value in self.definitions)
 
     def __reduce__(self) -> Any:
         return _out_of_date, ()
@@ -162,7 +189,7 @@ def forward_layouts(
         return Used(), None
     there = _dry_mesh(mesh.device_type, mesh.shape[0])
     own = tuple(_on(spec, there) for spec in specs)
-    key = (type(module), forward, tuple(names), own)
+    key = (type(module), forward, _parameters_of(module, names), own)
     known = _known.get(key)
     if known is None or not known.used.holds(module):
         known = _known.keep(key, _of_any_size(module, forward, names, own))
@@ -173,6 +200,11 @@ def _is_torchs(function: Any) -> bool:
     return function.__module__.startswith("torch.nn.")
 
 
+def _parameters_of(module: nn.Module, names: Sequence[str]) -> Any:
+    """The names of the parameters that a forward may read, and those of parameters that are None."""
+    return tuple(names), tuple([name for name, parameter in module._parameters.items() if parameter is None])
+
+
 def _of_any_size(
     module: nn.Module, forward: Callable[..., Any], names: Sequence[str], specs: tuple[DTensorSpec, ...]
 ) -> _Known:
@@ -180,7 +212,7 @@ def _of_any_size(
     alike = _sizes_alike(specs)
     if alike is None:
         return _probed(module, forward, names, specs)
-    key = (type(module), forward, tuple(names), specs[-1].mesh, alike)
+    key = (type(module), forward, _parameters_of(module, names), specs[-1].mesh, alike)
     known = _known_of_any_size.get(key)
     if known is None or not known.used.holds(module):
         return _known_of_any_size.keep(key, _probed(module, forward, names, specs))
@@ -247,10 +279,11 @@ class _Self:
 
     def __getattribute__(self, name: str) -> Any:
         module, given, used = (object.__getattribute__(self, key) for key in ("_module", "_given", "_used"))
-        if name in given:
-            return given[name]
-        if name in module._parameters and module._parameters[name] is None:
-            return None
+        if name in module._parameters:
+            used.attributes[name] = None
+            if name in module.__dict__ or (name not in given and module._parameters[name] is not None):
+                raise _Refused(name)
+            return given.get(name)
         if name in module.__dict__:
             value = module.__dict__[name]
             if not is_constant(value):
@@ -362,8 +395,9 @@ def _probed(
     module: nn.Module, forward: Callable[..., Any], names: Sequence[str], specs: tuple[DTensorSpec, ...]
 ) -> _Known:
     used = Used()
-    used.add_globals(forward)
     found: ForwardLayouts | None = None
+    if not all((used.add_globals(forward), used.add_class(type(module), module._parameters))):
+        return _Known(used, None)
     # after any error the real call runs on DTensors, and raises it with values and the user's line
     with contextlib.suppress(Exception), _isolated(specs[-1].mesh.device_type):
         found = _compared(module, forward, names, specs, used)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import operator
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,7 +32,14 @@ from shardwise.parallel.tensor_parallel.module_parameters import remap_parameter
 from shardwise.parallel.tensor_parallel.value_layouts import in_layout, local_of, target_of
 from shardwise.rules.embedding import zero_missing
 from shardwise.tensor import AnyDTensor, DTensor, is_dtensor, is_forward_or_transformed
-from shardwise.torch_private import dispatch_mode_count, global_backward_hooks, global_forward_hooks
+from shardwise.torch_private import (
+    dispatch_mode_count,
+    dispatch_mode_stack,
+    function_mode_count,
+    function_mode_stack,
+    global_backward_hooks,
+    global_forward_hooks,
+)
 from shardwise.transforms import innermost
 
 __all__ = ["Layer", "LayerLayouts", "features_of", "layer_of", "reinstall", "uninstall"]
@@ -182,7 +189,7 @@ class Layer:
         state = module.__dict__
         if is_dynamo_compiling() or is_forward_or_transformed() or "forward" in state:
             return None
-        if dispatch_mode_count() and is_tracing():
+        if (dispatch_mode_count() or function_mode_count()) and (is_tracing() or _has_other_modes()):
             return None
         if _RUNNING in state:
             _recover(module)
@@ -199,23 +206,22 @@ class Layer:
             type(module).forward,
             self.mesh.device_type != "meta" and torch.is_autocast_enabled(self.mesh.device_type),
             value._spec if isinstance(value, DTensor) else (value.shape, value.stride(), value.dtype, type(value)),
-            *[getattr(parameters.get(name), "_spec", None) for name in self.layouts.parameters],
+            *parameters,
+            *[getattr(parameter, "_spec", parameter is None) for parameter in parameters.values()],
         )
         known = self.programs.get(key)
         if (
             known is None
             or not all(map(operator.is_, known.values, map(state.get, known.names)))
-            or (known.used.definitions and not known.used.definitions_hold())
+            or not known.used.definitions_hold()
         ):
-            known = self.programs.keep(key, self._made_program(module, value, key[4:]))
+            known = self.programs.keep(key, self._made_program(module, value))
         return known.program
 
-    def _made_program(
-        self, module: nn.Module, value: torch.Tensor, specs: Sequence[DTensorSpec | None]
-    ) -> KnownProgram:
+    def _made_program(self, module: nn.Module, value: torch.Tensor) -> KnownProgram:
         layouts, mesh, fabric = self.layouts, self.mesh, fabric_of(self.mesh)
         names = [name for name in layouts.parameters if module._parameters.get(name) is not None]
-        given = dict(zip(layouts.parameters, specs, strict=True))
+        given = {name: getattr(module._parameters.get(name), "_spec", None) for name in layouts.parameters}
         entered = value._spec if isinstance(value, DTensor) else self._spec_of_plain(module, value)
         fits = (
             fabric.has_values
@@ -367,6 +373,12 @@ def _under_fixed_key(number: int, hooks: dict[int, Any], *marks: dict[int, bool]
 def _has_other_global_hooks() -> bool:
     """Whether there are global hooks of others, which would get local results."""
     return any(not hook.__module__.startswith("shardwise.") for hook in global_forward_hooks.values())
+
+
+def _has_other_modes() -> bool:
+    """Whether there are modes of others, which would get the local tensors of functions or operators."""
+    modes = (*dispatch_mode_stack(), *function_mode_stack())
+    return not all(type(mode).__module__.startswith(("torch.", "shardwise.")) for mode in modes)
 
 
 def _is_even(spec: DTensorSpec) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from shardwise.api import distribute_tensor, replicate_rest
+from shardwise.api import distribute_tensor, parameter_like, replicate_rest
 from shardwise.compilers import never_traced
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import Placement, Replicate, Shard
@@ -138,7 +138,7 @@ def laid_out(
         if made is not None and made._spec.mesh is mesh:
             return laid_out(made, mesh, placement, src_data_rank)
         tensor = distribute_tensor(parameter.detach(), mesh, wanted.placements, src_data_rank=src_data_rank)
-    new = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
+    new = parameter_like(parameter, tensor)
     setattr(parameter, _MADE, weakref.ref(new))
     return new
 

@@ -6,11 +6,8 @@ optimizer would reduce them one by one, at each read.
 
 from __future__ import annotations
 
-import functools
 import threading
-import weakref
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -21,9 +18,9 @@ from shardwise.dispatch.flat_buffer import alike
 from shardwise.fabric.base import of_one_rank
 from shardwise.parallel.tensor_parallel.value_layouts import redistributed_as_one
 from shardwise.tensor import DTensor
-from shardwise.torch_private import queue_callback
+from shardwise.torch_private import current_autograd_node, queue_callback
 
-__all__ = ["add_up", "add_up_after_backward", "users_hooks"]
+__all__ = ["add_up", "add_up_after_backward"]
 
 _WATCHED = "_shardwise_added_up"  # on a parameter whose gradient is added up
 _lock = threading.Lock()
@@ -34,24 +31,16 @@ def add_up_after_backward(parameters: Iterable[nn.Parameter]) -> None:
     """Reduce the gradients of these parameters at the end of every backward."""
     for parameter in parameters:
         if parameter.requires_grad and not hasattr(parameter, _WATCHED):
-            parameter.register_hook(functools.partial(_about_to_reach, weakref.ref(parameter)))
+            parameter.register_hook(_about_to_reach)
             parameter.register_post_accumulate_grad_hook(_reached)
             setattr(parameter, _WATCHED, True)
 
 
-def users_hooks(hooks: Mapping[int, Callable[..., Any]] | None) -> list[Callable[..., Any]]:
-    """The hooks of a parameter, without those of this module."""
-    return [
-        hook
-        for hook in (hooks or {}).values()
-        if hook is not _reached and getattr(hook, "func", None) is not _about_to_reach
-    ]
-
-
 @torch.no_grad()
-def _about_to_reach(reference: weakref.ref[nn.Parameter], gradient: torch.Tensor) -> None:
+def _about_to_reach(gradient: torch.Tensor) -> None:
     """Make a gradient of an earlier backward Partial again, without communication, so that sums are added locally."""
-    parameter = reference()
+    # of the running node: `Module.to` refuses parameters that have weak references, as a hook of its own would need
+    parameter = getattr(current_autograd_node(), "variable", None)
     earlier = None if parameter is None else parameter.grad
     if parameter is None or not isinstance(earlier, DTensor) or not isinstance(gradient, DTensor):
         return
