@@ -84,10 +84,10 @@ def test_rows_are_drawn_in_runs() -> None:
 
 @pytest.mark.parametrize("sizes", list(itertools.product(*((1, n) for n in SHAPE))))
 def test_a_bias_of_any_broadcast_shape_is_that_of_its_positions(sizes: tuple[int, ...]) -> None:
-    """Rows of the bias of some samples, heads, queries and keys; also of a bias with fewer dims."""
+    """Rows of the bias of some samples, heads, queries and keys, relative to their largest; also with fewer dims."""
     bias = torch.arange(float(torch.Size(sizes).numel())).view(sizes)
     samples, heads, queries, keys = (torch.tensor(x) for x in ([1], [0, 2], [9, 3], [2, 4, 6]))
-    expected = bias.expand(SHAPE)[samples][:, heads][:, :, queries][..., keys]
+    expected = (bias - bias.amax(-1, keepdim=True)).expand(SHAPE)[samples][:, heads][:, :, queries][..., keys]
     products = torch.zeros(1, 2, 2, 3)
     while True:
         made = DropoutFunctions(max, None, max, bias=bias).modified(products, (samples, heads, queries, keys))

@@ -59,6 +59,48 @@ def test_float32(mask: str, way: str) -> None:
     assert_close(on_mesh(given, sw.init_device_mesh("cpu", (4,)), [S2], way), on_one_device(given))
 
 
+@pytest.mark.parametrize("placement", [S2, Z2])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("fill", [torch.finfo(torch.float32).min, -1e9])
+def test_rows_hidden_by_a_large_number_count_all_their_keys_alike(fill: float, dropout: float, placement: Any) -> None:
+    """The logarithm of a sum of exponentials is lost beside such a number; blocks have different numbers of keys."""
+    torch.manual_seed(0)
+    mask = torch.zeros(9, 9).masked_fill_(torch.ones(9, 9).triu(1).bool(), fill)
+    mask[3], mask[5], mask[6] = fill, -torch.inf, -torch.inf
+    mask[5, 2:] = fill
+    mask[6, 0] = 0.0
+    plain = [torch.randn(2, 2, 9, 4) for _ in range(3)]
+
+    def run(tensors: list[Any], given: Any) -> list[Any]:
+        torch.manual_seed(1)
+        out = F.scaled_dot_product_attention(*tensors, attn_mask=given, dropout_p=dropout)
+        return [out, *torch.autograd.grad((out * out.sin()).sum(), tensors)]
+
+    wanted = run([x.clone().requires_grad_() for x in plain], mask)
+    mesh = sw.init_device_mesh("cpu", (4,))
+    for way in WAYS:
+        with sw.attention(prefer=way):
+            got = run([sw.distribute_tensor(x, mesh, [placement]).requires_grad_() for x in plain], mask)
+        assert_close(got, wanted)
+
+
+def test_keys_of_one_head_expanded_to_all_with_uneven_shards() -> None:
+    """The locals of broadcast heads are copied for kernels, also if their lengths differ."""
+    torch.manual_seed(0)
+    plain = [torch.randn(2, heads, 6, 4, dtype=torch.float64) for heads in (4, 1, 1)]
+
+    def run(tensors: list[Any]) -> list[Any]:
+        query, key, value = tensors
+        out = F.scaled_dot_product_attention(query, key.expand(2, 4, 6, 4), value.expand(2, 4, 6, 4), is_causal=True)
+        return [out, *torch.autograd.grad((out * out.sin()).sum(), tensors)]
+
+    wanted = run([x.clone().requires_grad_() for x in plain])
+    mesh = sw.init_device_mesh("cpu", (4,))
+    for way in WAYS:
+        with sw.attention(prefer=way):
+            assert_close(run([sw.distribute_tensor(x, mesh, [S2]).requires_grad_() for x in plain]), wanted)
+
+
 def test_half_precision_is_merged_in_float32() -> None:
     """As far from float32 as one device is, and no further."""
     wide = case("causal", (64, 64), torch.float32)

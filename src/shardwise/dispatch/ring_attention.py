@@ -340,7 +340,7 @@ def _gradients_of(state: BackwardBlocks, dtype: torch.dtype, blocks: Sequence[Ke
 
 def _stored(local: torch.Tensor, spec: DTensorSpec, name: str) -> torch.Tensor:
     """A local that kernels can read: copied if it has broadcast dims. Masks may have them."""
-    return local.contiguous() if spec.broadcast and name not in MASKS else local
+    return local.clone(memory_format=torch.contiguous_format) if spec.broadcast and name not in MASKS else local
 
 
 def _wrapped(info: OpInfo, results: Sequence[Any], fresh: Any) -> tuple[Any, ...]:

@@ -28,6 +28,17 @@ SEQUENCE = 2  # the dim of queries, keys and values
 MASKS = ("attn_mask", "attn_bias")  # names of the mask argument
 
 
+LOST = 8  # scores up to half of this are lost beside a number as large as this divided by the epsilon of its dtype
+
+
+class BlockOutput(NamedTuple):
+    """The output of a block, and the logarithm of the sum of its exponentials: `lse + rest`; without a rest, `lse`."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    rest: torch.Tensor | None
+
+
 class ScoreTile(NamedTuple):
     """A rectangle of a block of scores; a causal one is square, and only the part up to the diagonal counts.
 
@@ -230,7 +241,8 @@ class ForwardBlocks:
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.arguments, self.query, self.mask = arguments, arguments["query"], mask_of(arguments)
         self.out: torch.Tensor | None = None
-        self.lse: torch.Tensor | None = None
+        self.lse: torch.Tensor | None = None  # without `rest`
+        self.rest: torch.Tensor | None = None  # to be added to `lse`, which may be too large to hold it
         self.others: tuple[Any, ...] = ()  # further results of kernels
 
     def add(self, key: torch.Tensor, value: torch.Tensor, found: list[ScoreTile]) -> None:
@@ -238,23 +250,31 @@ class ForwardBlocks:
         for tile in found:
             self._merge(tile, *self.block_output(tile, tile.of_columns(key), tile.of_columns(value)))
 
-    def block_output(
-        self, tile: ScoreTile, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output of a tile, and the logarithm of the sum of its exponentials."""
+    def block_output(self, tile: ScoreTile, key: torch.Tensor, value: torch.Tensor) -> BlockOutput:
+        """The output of a tile."""
         raise NotImplementedError
 
-    def _merge(self, tile: ScoreTile, out: torch.Tensor, lse: torch.Tensor) -> None:
+    def _merge(self, tile: ScoreTile, out: torch.Tensor, lse: torch.Tensor, rest: torch.Tensor | None) -> None:
         if self.out is None or self.lse is None:
             if tile.rows == self.query.shape[SEQUENCE]:
-                self.out, self.lse = out.to(lse.dtype), lse
+                self.out, self.lse, self.rest = out.to(lse.dtype), lse, rest
                 return
             self.out = out.new_zeros((*self.query.shape[:3], out.shape[-1]), dtype=lse.dtype)
             self.lse = lse.new_full(self.query.shape[:3], -math.inf)
+            self.rest = None if rest is None else torch.zeros_like(self.lse)
         so_far, sums = tile.of_rows(self.out), tile.of_rows(self.lse)
-        weight = torch.sigmoid(lse - sums).masked_fill_(lse == -math.inf, 0.0)
+        rests = None if self.rest is None else tile.of_rows(self.rest)
+        difference = lse - sums if rest is None or rests is None else lse - sums + (rest - rests)
+        weight = torch.sigmoid(difference).masked_fill_(lse == -math.inf, 0.0)
         so_far.lerp_(out.to(lse.dtype), weight.unsqueeze(-1))
-        sums.copy_(torch.logaddexp(sums, lse))
+        if rest is None or rests is None:
+            sums.copy_(torch.logaddexp(sums, lse))
+            return
+        largest = torch.maximum(sums, lse)
+        shift = largest.masked_fill(largest == -math.inf, 0.0)
+        added = torch.logaddexp(sums - shift + rests, lse - shift + rest)
+        rests.copy_(added.masked_fill_(largest == -math.inf, 0.0))
+        sums.copy_(largest)
 
     def results(self, value_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The output and the logarithm of the sum of exponentials; rows that attend to nothing are zero in both."""
@@ -262,8 +282,13 @@ class ForwardBlocks:
         if self.out is None or self.lse is None:
             shape = self.query.shape[:3]
             return self.query.new_zeros((*shape, value_size)), self.query.new_zeros(shape, dtype=wide)
-        lse = self.lse if self.mask is None else self.lse.masked_fill(self.lse == -math.inf, 0.0)
-        return self.out.to(self.query.dtype), lse
+        lse = self.logsumexp()
+        return self.out.to(self.query.dtype), lse if self.mask is None else lse.masked_fill(lse == -math.inf, 0.0)
+
+    def logsumexp(self) -> torch.Tensor:
+        """The logarithm of the sum of exponentials of the blocks seen so far."""
+        assert self.lse is not None, "no block was added"
+        return self.lse if self.rest is None else self.lse + self.rest
 
 
 class FusedForward(ForwardBlocks):
@@ -273,21 +298,28 @@ class FusedForward(ForwardBlocks):
         super().__init__(arguments)
         self.kernel = kernel
 
-    def block_output(
-        self, tile: ScoreTile, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output of a tile, and the logarithm of the sum of its exponentials."""
+    def block_output(self, tile: ScoreTile, key: torch.Tensor, value: torch.Tensor) -> BlockOutput:
+        """The output of a tile."""
         mask, query = part_of(self.mask, tile), tile.of_rows(self.query)
         out, lse, *others = self.kernel.attend(query, key, value, mask, tile.causal, self.arguments["scale"])
         self.others = tuple(others)
         lse = lse.to(wide_dtype(query))  # torch 2.11 traces the statistics of float64 as float32
-        return (out, lse) if mask is None else _without_dead_rows(mask, out, lse)
+        return BlockOutput(out, lse, None) if mask is None else _of_masked_rows(mask, tile, out, lse)
 
 
-def _without_dead_rows(mask: torch.Tensor, out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Set the statistics of rows that attend to no key of a block to minus infinity. Kernels return other values."""
-    dead = (mask == -math.inf).all(-1)
-    return out.masked_fill(dead.unsqueeze(-1), 0.0), lse.masked_fill(dead, -math.inf)
+def _of_masked_rows(mask: torch.Tensor, tile: ScoreTile, out: torch.Tensor, lse: torch.Tensor) -> BlockOutput:
+    """The output of a kernel that added a mask.
+
+    Rows that attend to no key of a block get minus infinity as statistics; kernels return other values. A mask may
+    also hide all keys of a row by a large finite number, such as the least one of its dtype. Then the scores are lost
+    beside it, all hidden keys count alike, and the number of keys is lost in the logarithm of the sum.
+    """
+    largest = mask.amax(-1)
+    dead = largest == -math.inf
+    lost = largest.to(lse.dtype).abs() > LOST / torch.finfo(lse.dtype).eps
+    alike = (mask == largest.unsqueeze(-1)).sum(-1) * (tile.columns if mask.shape[-1] == 1 else 1)
+    rest = torch.where(lost & ~dead, alike.to(lse.dtype).log(), torch.zeros_like(lse))
+    return BlockOutput(out.masked_fill(dead.unsqueeze(-1), 0.0), lse.masked_fill(dead, -math.inf), rest)
 
 
 class BackwardBlocks:

@@ -33,33 +33,34 @@ class DropoutFunctions(FlexFunctions):
     dropout: DropoutMask | None = None
     keep: float = 1.0
     current: dict[ScoreTile, torch.Tensor] = field(default_factory=dict)
+    largest: torch.Tensor | None = field(init=False, default=None)  # the largest finite number of each row of `bias`
+
+    def __post_init__(self) -> None:
+        if self.bias is not None and self.bias.dtype is not torch.bool:
+            object.__setattr__(self, "largest", self.bias.amax(-1, keepdim=True).nan_to_num_(0.0, 0.0, 0.0))
 
     def visible(self, samples: Any, heads: Any, queries: Any, keys: Any) -> Any:
         """Whether keys are seen, by sample, head, query and key, or with one of equal samples and heads."""
         seen = torch.ones(1, 1, dtype=torch.bool, device=queries.device).expand(len(queries), len(keys))
         if self.causal:
             seen = queries.unsqueeze(-1) >= keys
-        part = self._part(samples, heads, queries, keys)
-        return seen if part is None else seen & (part if part.dtype is torch.bool else part != -math.inf)
+        if self.bias is None:
+            return seen
+        part = _part(self.bias, samples, heads, queries, keys)
+        return seen & (part if part.dtype is torch.bool else part != -math.inf)
 
     def modified(self, products: Any, indices: Sequence[Any]) -> Any:
-        """The scores to use."""
-        part = self._part(*indices)
-        return products if part is None or part.dtype is torch.bool else products + part
+        """The scores to use, relative to the largest number of the mask in their row.
+
+        A mask may hide all keys of a row by a large finite number, beside which the sum of exponentials would be lost.
+        """
+        if self.bias is None or self.largest is None:
+            return products
+        return products + _part(self.bias, *indices) - _part(self.largest, *indices)
 
     def of_products(self, products: Any, indices: Sequence[Any], of_scores: Any) -> tuple[Any, list[Any]]:
         """The gradient of products of queries and keys, from that of the scores that were used."""
         return of_scores, []
-
-    def _part(self, *indices: Any) -> torch.Tensor | None:
-        """The part of the mask for some samples, heads, queries and keys. Broadcast dims keep size one."""
-        if self.bias is None:
-            return None
-        part = self.bias
-        for dim, index in zip((-4, -3, -2, -1), indices, strict=True):
-            if part.dim() >= -dim and part.shape[dim] > 1:
-                part = part.index_select(dim, index)
-        return part
 
     def begin(self, found: Sequence[ScoreTile], positions: Positions) -> None:
         """Draw which scores of the tiles are kept."""
@@ -77,3 +78,11 @@ class DropoutFunctions(FlexFunctions):
         if kept is None:  # in a dry run
             kept = torch.ones_like(x, dtype=torch.bool)
         return x * (kept.to(x.dtype) / self.keep)
+
+
+def _part(mask: torch.Tensor, *indices: Any) -> torch.Tensor:
+    """The part of a mask for some samples, heads, queries and keys. Broadcast dims keep size one."""
+    for dim, index in zip((-4, -3, -2, -1), indices, strict=True):
+        if mask.dim() >= -dim and mask.shape[dim] > 1:
+            mask = mask.index_select(dim, index)
+    return mask

@@ -19,7 +19,7 @@ import torch
 from shardwise.core.mode_stack import ModeStack
 from shardwise.core.spec import DTensorSpec
 from shardwise.rules.attention import KERNELS, KEY, OUT, QUERY, SUMS, VALUE, algorithms_of, attention
-from shardwise.rules.attention_blocks import BackwardBlocks, ForwardBlocks, ScoreTile, wide_dtype
+from shardwise.rules.attention_blocks import BackwardBlocks, BlockOutput, ForwardBlocks, ScoreTile, wide_dtype
 from shardwise.rules.mask_reach import Blocks, Reach, reach_of_function
 from shardwise.rules.registry import rule
 from shardwise.torch_private import scalar_lookups
@@ -225,10 +225,8 @@ class FlexForward(ForwardBlocks):
         self.arguments["functions"].begin(found, self.arguments["positions"])
         super().add(key, value, found)
 
-    def block_output(
-        self, tile: ScoreTile, key: torch.Tensor, value: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The output of a tile, and the logarithm of the sum of its exponentials."""
+    def block_output(self, tile: ScoreTile, key: torch.Tensor, value: torch.Tensor) -> BlockOutput:
+        """The output of a tile."""
         query = tile.of_rows(self.query)
         final = _scores(self.arguments, tile, query, repeat_heads(key, query)).final
         largest = final.amax(-1)
@@ -239,13 +237,15 @@ class FlexForward(ForwardBlocks):
         so_far.copy_(torch.maximum(so_far, largest))
         weights = final.softmax(-1).masked_fill(dead.unsqueeze(-1), 0.0)
         weights = self.arguments["functions"].dropped(tile, weights)
-        lse = final.logsumexp(-1).masked_fill(dead, -math.inf)
-        return weights @ repeat_heads(value, query).to(final.dtype), lse
+        shift = largest.masked_fill(dead, 0.0).unsqueeze(-1)
+        rest = (final - shift).exp().sum(-1).log().masked_fill(dead, 0.0)
+        return BlockOutput(weights @ repeat_heads(value, query).to(final.dtype), largest, rest)
 
     def results(self, value_size: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The output and the logarithm of the sum of exponentials, to base 2; `others` has the largest scores."""
         nothing = self.query.new_full(self.query.shape[:3], -math.inf, dtype=wide_dtype(self.query))
-        largest, lse = (nothing if x is None else x / LOG2 for x in (self.largest, self.lse))
+        sums = None if self.lse is None else self.logsumexp()
+        largest, lse = (nothing if x is None else x / LOG2 for x in (self.largest, sums))
         self.others = (largest if largest is not lse else largest.clone(),)
         if self.out is None:
             return self.query.new_zeros((*self.query.shape[:3], value_size)), lse
