@@ -427,6 +427,26 @@ def test_compiled_functions_of_locals() -> None:
     torch._dynamo.reset()
 
 
+def test_compiled_code_of_another_layout_whose_locals_have_other_sizes() -> None:
+    def product(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        result = (x @ w).tanh()
+        return result.sum(), result
+
+    torch._dynamo.reset()
+    mesh, compiled = sw.init_device_mesh("cpu", (4,)), torch.compile(product, backend="aot_eager")
+    plain = [torch.randn(8, 4, requires_grad=True), torch.randn(4, 8, requires_grad=True)]
+    total, result = product(*plain)
+    (total + result.square().sum()).backward()
+    for placements in ((sw.Shard(0), sw.Replicate()), (sw.Shard(1), sw.Shard(0)), (sw.Replicate(), sw.Shard(1))):
+        pairs = zip(plain, placements, strict=True)
+        given = [sw.distribute_tensor(t.detach(), mesh, [p]).requires_grad_() for t, p in pairs]
+        total, result = compiled(*given)
+        (total + result.square().sum()).backward()
+        for one, other in zip(given, plain, strict=True):
+            torch.testing.assert_close(one.grad.full_tensor(), other.grad)
+    torch._dynamo.reset()
+
+
 def test_compiled_code_raises_when_ranks_write_different_values() -> None:
     compiled = torch.compile(lambda t, x: t.add_(x), backend="aot_eager")
     with pytest.raises(RuntimeError, match="a different value on virtual rank 1"):

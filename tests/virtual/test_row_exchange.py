@@ -163,6 +163,16 @@ def test_compiled() -> None:
         torch.testing.assert_close(a.grad.full_tensor(), b.grad)
 
 
+def test_compiled_slices_whose_length_changes() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x, length: x[:length], backend="aot_eager")
+    plain = torch.randn(8, 4)
+    for length in (4, 8, 3, 4, 8):
+        given = sw.distribute_tensor(plain, mesh_of(2), [Shard(0)])
+        assert torch.equal(compiled(given, length).full_tensor(), plain[:length])
+    torch._dynamo.reset()
+
+
 def test_plans_know_only_the_ranks_that_they_talk_to() -> None:
     with sw.dry_run():
         mesh = sw.init_device_mesh("cpu", (4096,))

@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from shardwise.core.cache import BoundedCache
-from shardwise.core.layout import misfit
+from shardwise.core.layout import Segment, misfit
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.placement import AnyShard, MaskPartial, Partial, Placement, Ragged, Replicate, Shard, norm_order
 from shardwise.core.spec import DTensorSpec, TensorMeta
+from shardwise.core.symbolic import specialized
 from shardwise.plan.cost import CostModel, all_gather_bytes, all_reduce_bytes, all_to_all_bytes, current_cost_model
 from shardwise.plan.halo import HaloExchange, halo_exchange, halo_rows
 from shardwise.plan.route import DTensorRedistributePlanner
@@ -479,7 +480,8 @@ def _row_exchange(
     dim = factors.results[0].index(name)
     rows = rule.rows(call, dim)
     over = outputs[0].dim_axes[dim]
-    return RowExchange(inputs[0], outputs[0], inputs, outputs, dim, rows.segments, over, rows.adds)
+    segments = tuple([Segment(*specialized(segment)) for segment in rows.segments])  # which ranks send depends on them
+    return RowExchange(inputs[0], outputs[0], inputs, outputs, dim, segments, over, rows.adds)
 
 
 def _owner_exchange(

@@ -18,7 +18,7 @@ from shardwise.core.cache import BoundedCache
 from shardwise.core.layout import dense_strides
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import ByRank, DTensorSpec, TensorMeta
-from shardwise.core.symbolic import hinted, known_value, specialized
+from shardwise.core.symbolic import has_symbols, hinted, known_value, specialized
 from shardwise.core.tangents import accept_plain_tangents
 from shardwise.core.tracing import is_tracing, proxy_mode
 from shardwise.dispatch.views import OUTSIDE
@@ -109,6 +109,8 @@ class CompileProtocol(LaidOutTensor):
                 spec = DTensorSpec.from_context(context, TensorMeta(outer_size, outer_stride, local.dtype))
             if key is not None:
                 _unflattened.keep(key, spec)
+        if is_tracing() and has_symbols(parts_of(local)[0].shape):
+            _fix_local_sizes(spec, local)
         made = dtensor_of(spec, local)
         if spec.is_lazy and is_tracing():  # a write would replace its local, which no compiler sees
             made._copied_view = OUTSIDE
@@ -193,6 +195,16 @@ def _fix_sizes(spec: DTensorSpec) -> bool:
                     specialized([size])
                     fixed = True
     return fixed
+
+
+def _fix_local_sizes(spec: DTensorSpec, local: torch.Tensor) -> None:
+    """Specialize symbolic sizes of a local where the global size is a number: the layout determines them.
+
+    Dynamo makes a size of a local symbolic that has changed with the layout alone. A RankTensor would pass it on to
+    results, and a later operator fixes it after the compiler has counted the sizes of results.
+    """
+    for part in parts_of(local):
+        specialized([n for size, n in zip(spec.shape, part.shape, strict=True) if not isinstance(size, torch.SymInt)])
 
 
 MAX_FIXED = 1024
