@@ -12,6 +12,7 @@ from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.core.symbolic import unrecorded
 from shardwise.dispatch.signature import Key, Signature, sparse_result
 from shardwise.plan.propagate import meta_tensor
+from shardwise.rules.memory_order import CPU_ORDERS
 from shardwise.rules.registry import RULES, VALUE_DEPENDENT
 from shardwise.rules.shapes import SHAPES, broadcast_shape
 from shardwise.schema import OpInfo
@@ -102,7 +103,16 @@ def _by_running(
         return None
     if any(tensor.layout is not torch.strided for tensor in tensors):
         raise sparse_result(info)
-    return tuple(TensorMeta.of(tensor) for tensor in tensors)
+    return _in_kernels_order(signature, tuple(TensorMeta.of(tensor) for tensor in tensors))
+
+
+def _in_kernels_order(signature: Signature, metas: tuple[TensorMeta, ...]) -> tuple[TensorMeta, ...]:
+    """The results with the strides of the kernels of the mesh's device."""
+    order = CPU_ORDERS.get(signature.info.op) if signature.mesh.device_type == "cpu" else None
+    if order is None or not metas or metas[0].is_symbolic:
+        return metas
+    operands = [meta_tensor(spec.tensor_meta) for spec in signature.specs]
+    return (TensorMeta.of(order(operands, meta_tensor(metas[0]), signature.arguments)), *metas[1:])
 
 
 def _on_meta(info: OpInfo) -> Callable[..., Any]:
