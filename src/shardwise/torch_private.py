@@ -19,6 +19,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._guards import TracingContext
 from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 from torch._ops import OpOverload, OpOverloadPacket
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, UnsupportedFakeTensorException
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
@@ -106,6 +107,7 @@ __all__ = [
     "saved_tensor_hooks",
     "scalar_lookups",
     "set_key_excluded",
+    "suggest_memory_format",
     "temporarily_clear_interpreter_stack",
     "thread_object",
     "track_constant",

@@ -526,6 +526,60 @@ def test_results_lie_in_memory_as_on_one_device(op: Any, dim: int) -> None:
             torch.testing.assert_close(have.full_tensor(), want)
 
 
+def normalized(x: Any) -> Any:
+    return F.batch_norm(x, None, None, torch.ones(x.shape[1]), training=True)
+
+
+def normalized_gradient(x: Any) -> Any:
+    own = x.detach().requires_grad_()
+    return torch.autograd.grad(normalized(own).pow(3).sum(), own)[0]
+
+
+KERNEL_ORDERS: dict[str, Any] = {
+    "batch_norm": normalized,
+    "batch_norm backward": normalized_gradient,
+    "reflection_pad2d": lambda x: F.pad(x, (1, 2, 1, 0), mode="reflect"),
+    "replication_pad2d": lambda x: F.pad(x, (1, 2, 1, 0), mode="replicate"),
+    "_pad_circular": lambda x: F.pad(x, (1, 2, 1, 0), mode="circular"),
+    "max_unpool2d": lambda x: F.max_unpool2d(x, torch.zeros_like(x, dtype=torch.int64), 2),
+    "channel_shuffle": lambda x: torch.channel_shuffle(x, 2),
+    "pixel_shuffle": lambda x: F.pixel_shuffle(x, 2),
+    "roll": lambda x: x.roll((1, 2), (1, 0)),
+    "roll by nothing": lambda x: x.roll(8, 1),
+    "roll, flat": lambda x: x.roll(1),
+    "floor_divide": lambda x: x // x,
+    "floor_divide by a number": lambda x: x // 2,
+    "floor_divide, broadcast": lambda x: x // torch.ones(8, 1, 1),
+    "div, rounded": lambda x: torch.div(x, torch.ones(6), rounding_mode="floor"),
+    "copysign": lambda x: torch.copysign(x, torch.ones(6)),
+    "xlogy": lambda x: torch.xlogy(x, x),
+    "xlog1py": lambda x: torch.special.xlog1py(x, 2.0),
+    "native_dropout backward": lambda x: torch.ops.aten.native_dropout_backward(x, torch.ones_like(x) > 0, 2.0),
+}
+
+
+@pytest.mark.parametrize("name", KERNEL_ORDERS)
+def test_results_have_the_memory_order_of_cpu_kernels(mesh: sw.DeviceMesh, name: str) -> None:
+    """Where functions on meta tensors give another: a later `as_strided`, or random numbers, would differ silently."""
+    op, shape = KERNEL_ORDERS[name], (2, 8, 5, 6)
+    for order in [(0, 1, 2, 3), (0, 2, 3, 1), (3, 2, 1, 0), (0, 1, 3, 2), (1, 0, 2, 3)]:
+        plain = torch.rand([shape[d] for d in order]).permute([order.index(d) for d in range(4)])
+        for placement in (sw.Replicate(), sw.Shard(1), sw.Shard(2)):
+            want, have = op(plain), op(sw.distribute_tensor(plain, mesh, [placement]))
+            assert have.stride() == want.stride(), (order, placement)
+            torch.testing.assert_close(have.full_tensor(), want)
+            torch.manual_seed(7)
+            drawn = F.dropout(torch.ones_like(want))
+            torch.manual_seed(7)
+            assert torch.equal(F.dropout(torch.ones_like(have)).full_tensor(), drawn)
+
+
+def test_circular_padding_by_nothing_is_a_copy(mesh: sw.DeviceMesh) -> None:
+    x = sw.distribute_tensor(torch.ones(1, 2, 8), mesh, [sw.Shard(2)])
+    F.pad(x, (0, 0), mode="circular").add_(1)
+    assert torch.equal(x.full_tensor(), torch.ones(1, 2, 8))
+
+
 def test_printing_does_not_communicate() -> None:
     """One rank alone may do it; a copied view whose base was written to says so, and is right when it is used."""
     mesh = sw.init_device_mesh("cpu", (2,))

@@ -154,3 +154,20 @@ def test_an_expanded_tensor_gathered(placement: Placement, tangent: Placement) -
     with forward_ad.dual_level():
         x = forward_ad.make_dual(on(placement, value), on(tangent, direction)).expand(2, 4, 3, 5)
         assert_same(dual_of(x.full_tensor()), [value.expand(2, 4, 3, 5), direction.expand(2, 4, 3, 5)])
+
+
+# ---------------------------------------------------------------- metadata of results
+
+
+def test_finding_the_metadata_of_a_result_leaves_autograd_as_it_was() -> None:
+    """The function of `lerp_` on meta tensors tries an overload that does not match, whose error prints the tensors."""
+    value = numbers(8, 3)
+    x = on(S0, value)
+    with forward_ad.dual_level():
+        mixed = forward_ad.make_dual(x, x.cos())
+        have = dual_of(mixed.clone().lerp_(mixed, mixed))
+        plain = forward_ad.make_dual(value, value.cos())
+        assert_same(have, dual_of(plain.clone().lerp_(plain, plain)))
+        assert_same(dual_of(mixed.quantile(0.3, dim=0)), dual_of(plain.quantile(0.3, dim=0)))
+    weight = torch.ones(3, requires_grad=True)
+    assert (weight * 2).requires_grad

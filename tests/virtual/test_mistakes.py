@@ -33,6 +33,10 @@ def on_line() -> Any:
     return sw.distribute_tensor(torch.randn(8, 12), LINE, [Shard(0)])
 
 
+def uneven() -> Any:
+    return sw.distribute_tensor(torch.randn(7, 3), LINE, [Shard(0)])
+
+
 def on_grid() -> Any:
     return sw.distribute_tensor(torch.randn(8, 12), GRID, [Shard(0), Shard(1)])
 
@@ -82,6 +86,10 @@ MISTAKES: list[tuple[Callable[[], Any], type[errors.ShardwiseError], str, str]] 
     (lambda: on_line().to_local().numpy(), errors.UnsupportedError, "a tensor for each rank", "global array"),
     (lambda: setattr(on_line(), "data", torch.ones(8, 12)), errors.PlainTensorError, "plain", "distribute_tensor"),
     (lambda: on_line() @ on_line().to_local().T, errors.AgreementError, "'mat2'", "from_local"),
+    (lambda: uneven() + uneven().to_local(), errors.AgreementError, "(2/2/2/1, 3) among", "from_local"),
+    (lambda: uneven().add_(uneven().to_local()), errors.AgreementError, "sizes differ between them", "from_local"),
+    (lambda: torch.cat([uneven(), uneven().to_local()]), errors.AgreementError, "sizes differ", "from_local"),
+    (lambda: torch.where(uneven().to_local() > 0, uneven(), 0.0), errors.AgreementError, "sizes differ", "from_local"),
     # modules
     (lambda: columns({"0": "colwise"}), errors.LayoutError, "not 'colwise' (for module '0')", "ColwiseParallel()"),
     (lambda: columns({"0": ColwiseParallel}), errors.LayoutError, "a plan is a ParallelStyle", "ColwiseParallel()"),

@@ -1,5 +1,6 @@
 """Matrix products against one device, and the layouts on which they need no communication."""
 
+import math
 import random
 from collections.abc import Callable
 from typing import Any
@@ -70,6 +71,20 @@ CASES: dict[str, tuple[Any, ...]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_same_as_one_device(name: str) -> None:
     assert_parity(*CASES[name], limit=6)
+
+
+UNBOUNDED: dict[str, tuple[Any, ...]] = {
+    "addmm beta -inf": (lambda s, a, b: torch.addmm(s, a, b, beta=-math.inf), t(4, 5), t(4, 6), t(6, 5)),
+    "addbmm beta inf": (lambda s, a, b: torch.addbmm(s, a, b, beta=math.inf), t(4, 5), t(3, 4, 6), t(3, 6, 5)),
+    "addmv beta inf": (lambda s, a, b: torch.addmv(s, a, b, beta=math.inf), t(4), t(4, 6), t(6)),
+}
+
+
+@pytest.mark.parametrize("name", UNBOUNDED)
+def test_an_infinite_factor_multiplies_a_complete_addend(name: str) -> None:
+    """An addend that is Partial is zero on other ranks, and its parts may have different signs."""
+    function, *operands = UNBOUNDED[name]
+    assert_parity(function, *operands, limit=12, gradients=False)
 
 
 LINEAR = (t(4, 8, 12), t(16, 12), t(16))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +13,11 @@ from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.core.symbolic import unrecorded
 from shardwise.dispatch.signature import Key, Signature, nested_result, sparse_result
 from shardwise.plan.propagate import meta_tensor
+from shardwise.rules.memory_order import CPU_ORDERS
 from shardwise.rules.registry import RULES, VALUE_DEPENDENT
 from shardwise.rules.shapes import SHAPES, broadcast_shape
 from shardwise.schema import OpInfo
+from shardwise.torch_private import forward_ad
 
 __all__ = ["ResultMetas"]
 
@@ -87,7 +90,8 @@ def _by_running(
                 slot.put(new_args, new_kwargs, meta_tensor(spec.tensor_meta))
             if "device" in new_kwargs:
                 new_kwargs["device"] = torch.device("meta")
-            results = on_meta(*new_args, **new_kwargs)
+            with _outside_forward_mode():
+                results = on_meta(*new_args, **new_kwargs)
     except NotImplementedError:
         return None if info.returns else ()
     except ZeroDivisionError:  # some of torch's functions on meta tensors divide by sizes that are zero
@@ -106,7 +110,30 @@ def _by_running(
         return None
     if any(tensor.layout is not torch.strided for tensor in tensors):
         raise sparse_result(info)
-    return tuple(TensorMeta.of(tensor) for tensor in tensors)
+    return _in_kernels_order(signature, tuple(TensorMeta.of(tensor) for tensor in tensors))
+
+
+@contextlib.contextmanager
+def _outside_forward_mode() -> Iterator[None]:
+    """Inside, tensors have no tangents.
+
+    torch tries the overloads of an operator in turn, and prints the tensors for the error of each that does not match.
+    Below autograd, printing a tensor looks for its tangent, fails, and leaves autograd turned off.
+    """
+    level, forward_ad._current_level = forward_ad._current_level, -1
+    try:
+        yield
+    finally:
+        forward_ad._current_level = level
+
+
+def _in_kernels_order(signature: Signature, metas: tuple[TensorMeta, ...]) -> tuple[TensorMeta, ...]:
+    """The results with the strides of the kernels of the mesh's device."""
+    order = CPU_ORDERS.get(signature.info.op) if signature.mesh.device_type == "cpu" else None
+    if order is None or not metas or metas[0].is_symbolic:
+        return metas
+    operands = [meta_tensor(spec.tensor_meta) for spec in signature.specs]
+    return (TensorMeta.of(order(operands, meta_tensor(metas[0]), signature.arguments)), *metas[1:])
 
 
 def _on_meta(info: OpInfo) -> Callable[..., Any]:

@@ -14,9 +14,11 @@ import torch
 from shardwise import modes
 from shardwise.core.mesh import DeviceMesh
 from shardwise.core.spec import DTensorSpec, TensorMeta
-from shardwise.errors import UnsupportedError
+from shardwise.errors import AgreementError, UnsupportedError
+from shardwise.events import user_line
 from shardwise.fabric.base import fabric_of
-from shardwise.fabric.rank_tensor import part_at
+from shardwise.fabric.rank_sizes import count_of
+from shardwise.fabric.rank_tensor import RankTensor, part_at
 from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.local import laid_out_like, like
 from shardwise.plan.propagate import replicated, replicated_spec
@@ -95,6 +97,12 @@ def _part(tensor_class: type, value: Any, looked_at: Reader) -> Any:
 
 def _plain_key(tensor: torch.Tensor) -> Key:
     """The key of a plain tensor, with its interpretation."""
+    if isinstance(tensor, RankTensor) and count_of(tensor.shape) is not None:
+        raise AgreementError(
+            f"a plain torch.Tensor of shape {tuple(tensor.shape)} among DTensors at {user_line()} is taken as a global "
+            "tensor, and ranks do not have the same: its sizes differ between them",
+            hint="DTensor.from_local(tensor, mesh, placements) if each rank holds a part of a tensor",
+        )
     return (modes.plain_policy(), TensorMeta.of(tensor))
 
 

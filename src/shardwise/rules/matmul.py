@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cmath
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,6 +17,8 @@ from shardwise.rules.registry import Call, pattern_factors, pattern_rule, rule
 
 aten = torch.ops.aten
 
+SCALES = {"alpha": cmath.isfinite, "beta": cmath.isfinite}
+
 
 def added(first: str, second: str, result: str) -> Callable[[Call], Factors]:
     """The rule of `self + first @ second`, where self broadcasts to the result."""
@@ -25,13 +28,10 @@ def added(first: str, second: str, result: str) -> Callable[[Call], Factors]:
         # on an empty matrix addmv gives the shape of self, and integers times a fractional beta are refused
         integers = not (call.results[0].dtype.is_floating_point or call.results[0].dtype.is_complex)
         nonempty = frozenset(first if integers or (result == "m" and own != ("m",)) else "")
-        return Factors(
-            (own, tuple(first), tuple(second)),
-            (tuple(result),),
-            linear=((0, 1), (0, 2)),
-            additive=(0,),
-            nonempty=nonempty,
-        )
+        factors = Factors((own, tuple(first), tuple(second)), (tuple(result),), nonempty=nonempty)
+        if not (cmath.isfinite(call["alpha"]) and cmath.isfinite(call["beta"])):  # addends inf and -inf, 0 times inf
+            return replace(factors, unsharded=frozenset(first) - frozenset(result))
+        return replace(factors, linear=((0, 1), (0, 2)), additive=(0,))
 
     return factors
 
@@ -52,10 +52,10 @@ for strings, ops in {
     ("mk", "k", "m"): (aten.addmv.default, aten.addmv_.default),
     ("m", "n", "mn"): (aten.addr.default, aten.addr_.default),
 }.items():
-    rule(*ops)(added(*strings))
+    rule(*ops, reads=SCALES)(added(*strings))
 
 
-@rule(aten.addbmm_.default, meta_op=aten.addbmm.default)
+@rule(aten.addbmm_.default, reads=SCALES, meta_op=aten.addbmm.default)
 def addbmm_in_place(call: Call) -> Factors | None:
     """Products of a batch added to `self`, if `self` has the shape of the result."""
     return None if call["self"].shape != call.results[0].shape else added("bmk", "bkn", "mn")(call)

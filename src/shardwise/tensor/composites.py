@@ -251,7 +251,7 @@ def _pad_circular(self: Any, pad: Any) -> Any:
         if after > 0:
             parts.append(kept.narrow(dim, 0, after))
         made = torch.cat(parts, dim)
-    return made
+    return made.contiguous() if any(n > 0 for n in pad) else made.clone(memory_format=torch.contiguous_format)
 
 
 def _repeat(self: Any, repeats: Any) -> Any:
