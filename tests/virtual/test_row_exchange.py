@@ -167,7 +167,7 @@ def test_compiled_slices_whose_length_changes() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(lambda x, length: x[:length], backend="aot_eager")
     plain = torch.randn(8, 4)
-    for length in (4, 8, 3, 4, 8):
+    for length in (2, 4, 6):  # the third one is symbolic
         given = sw.distribute_tensor(plain, mesh_of(2), [Shard(0)])
         assert torch.equal(compiled(given, length).full_tensor(), plain[:length])
     torch._dynamo.reset()

@@ -136,15 +136,19 @@ class Used:
     def holds(self, module: nn.Module) -> bool:
         """Whether a module of the same class has equal attributes, and all names refer to the same objects."""
         state = module.__dict__
-        return self.definitions_hold() and all(
-            type(state.get(name)) is type(value) and state.get(name) == value for name, value in self.attributes.items()
+        found = map(getattr, self.owners, self.names, itertools.repeat(None))  # layers ask this without a call
+        return (
+            all(map(operator.is_, found, self.values))
+            and self.definitions_hold()
+            and all(
+                type(state.get(name)) is type(value) and state.get(name) == value
+                for name, value in self.attributes.items()
+            )
         )
 
     def definitions_hold(self) -> bool:
-        """Whether globals, methods and functions of torch are still the same objects."""
-        if not all(map(operator.is_, map(getattr, self.owners, self.names, itertools.repeat(None)), self.values)):
-            return False
-        return not self.definitions or all(space.get(name) is value for space, name, value in self.definitions)
+        """Whether globals and methods are still the same objects."""
+        return all(space.get(name) is value for space, name, value in self.definitions)
 
     def __reduce__(self) -> Any:
         return _out_of_date, ()

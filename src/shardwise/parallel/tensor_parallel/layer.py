@@ -7,6 +7,7 @@ the same operators on the same locals. In all other cases, for example on a larg
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import threading
 from collections.abc import Mapping
@@ -50,6 +51,7 @@ _KEY = -1  # of the hooks of a layer; torch numbers its own from 0
 _INSTALLED = "_shardwise_layers"  # on a module: the layers whose hooks it has, and the keys of the hooks
 # on a module that runs on locals: the program, its own parameters, missing rows, and the thread that runs it
 _RUNNING = "_shardwise_running"
+_NONE = itertools.repeat(None)
 
 
 @dataclass(frozen=True)
@@ -213,7 +215,8 @@ class Layer:
         if (
             known is None
             or not all(map(operator.is_, known.values, map(state.get, known.names)))
-            or not known.used.definitions_hold()
+            or not all(map(operator.is_, map(getattr, (used := known.used).owners, used.names, _NONE), used.values))
+            or (used.definitions and not used.definitions_hold())
         ):
             known = self.programs.keep(key, self._made_program(module, value))
         return known.program
