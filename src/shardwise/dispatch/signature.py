@@ -18,7 +18,7 @@ from shardwise.errors import AgreementError, UnsupportedError
 from shardwise.events import user_line
 from shardwise.fabric.base import fabric_of
 from shardwise.fabric.rank_sizes import count_of
-from shardwise.fabric.rank_tensor import RankTensor, part_at
+from shardwise.fabric.rank_tensor import is_of_ranks, part_at
 from shardwise.fabric.routes import BoundRoute, bound_route
 from shardwise.local import laid_out_like, like
 from shardwise.plan.propagate import replicated, replicated_spec
@@ -97,7 +97,7 @@ def _part(tensor_class: type, value: Any, looked_at: Reader) -> Any:
 
 def _plain_key(tensor: torch.Tensor) -> Key:
     """The key of a plain tensor, with its interpretation."""
-    if isinstance(tensor, RankTensor) and count_of(tensor.shape) is not None:
+    if tensor.__class__ is not torch.Tensor and is_of_ranks(tensor) and count_of(tensor.shape) is not None:
         raise AgreementError(
             f"a plain torch.Tensor of shape {tuple(tensor.shape)} among DTensors at {user_line()} is taken as a global "
             "tensor, and ranks do not have the same: its sizes differ between them",

@@ -265,7 +265,7 @@ class ForwardBlocks:
         so_far, sums = tile.of_rows(self.out), tile.of_rows(self.lse)
         rests = None if self.rest is None else tile.of_rows(self.rest)
         difference = lse - sums if rest is None or rests is None else lse - sums + (rest - rests)
-        weight = torch.sigmoid(difference).masked_fill_(lse == -math.inf, 0.0)
+        weight = difference.sigmoid_().masked_fill_(lse == -math.inf, 0.0)
         so_far.lerp_(out.to(lse.dtype), weight.unsqueeze(-1))
         if rest is None or rests is None:
             sums.copy_(torch.logaddexp(sums, lse))

@@ -51,7 +51,6 @@ _KEY = -1  # of the hooks of a layer; torch numbers its own from 0
 _INSTALLED = "_shardwise_layers"  # on a module: the layers whose hooks it has, and the keys of the hooks
 # on a module that runs on locals: the program, its own parameters, missing rows, and the thread that runs it
 _RUNNING = "_shardwise_running"
-_NONE = itertools.repeat(None)
 
 
 @dataclass(frozen=True)
@@ -212,14 +211,16 @@ class Layer:
             *[getattr(parameter, "_spec", parameter is None) for parameter in parameters.values()],
         )
         known = self.programs.get(key)
-        if (
-            known is None
-            or not all(map(operator.is_, known.values, map(state.get, known.names)))
-            or not all(map(operator.is_, map(getattr, (used := known.used).owners, used.names, _NONE), used.values))
-            or (used.definitions and not used.definitions_hold())
-        ):
-            known = self.programs.keep(key, self._made_program(module, value))
-        return known.program
+        if known is not None:
+            used = known.used
+            now = map(getattr, used.owners, used.names, itertools.repeat(None))
+            if (
+                all(map(operator.is_, known.values, map(state.get, known.names)))
+                and all(map(operator.is_, used.values, now))
+                and (not used.definitions or used.definitions_hold())
+            ):
+                return known.program
+        return self.programs.keep(key, self._made_program(module, value)).program
 
     def _made_program(self, module: nn.Module, value: torch.Tensor) -> KnownProgram:
         layouts, mesh, fabric = self.layouts, self.mesh, fabric_of(self.mesh)
