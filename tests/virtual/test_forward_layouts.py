@@ -17,8 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise as sw
 from shardwise import Partial, Replicate, Shard
+from shardwise.core.cache import BoundedCache
 from shardwise.core.spec import DTensorSpec, TensorMeta
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from shardwise.parallel.tensor_parallel import forward_layouts as search
 from shardwise.parallel.tensor_parallel.forward_layouts import forward_layouts
 from shardwise.parallel.tensor_parallel.layer import layer_of
 
@@ -541,6 +543,15 @@ def test_what_would_communicate_has_no_layouts(operands: Any) -> None:
     assert (
         forward_layouts(nn.LayerNorm(8), names, [spec(*each) for each in zip(shapes, operands, strict=True)])[1] is None
     )
+
+
+def test_a_first_call_in_a_captured_function_finds_the_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search for layouts computes gradients, which are none of the function that is recorded."""
+    for cache in ("_known", "_known_of_any_size"):  # of earlier tests
+        monkeypatch.setattr(search, cache, BoundedCache[Any, Any](8))
+    layer = _colwise()
+    sw.captured(lambda x: layer(x).detach())(torch.randn(3, 8))
+    assert runs_on_locals(layer)
 
 
 def test_a_layer_that_runs_on_locals_is_not_called_by_another_thread() -> None:

@@ -29,6 +29,7 @@ _VALUE_READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 # Files that set random states and tell the recorder, or have generators of their own.
 _KNOWN_SETTERS = frozenset(str(module.__file__) for module in (rank_generators, recorded_states, cpu_stream))
 _COMPARING = ("shardwise/fabric/digests.py", "shardwise/dispatch/random_ops.py")  # ranks; nothing follows from it
+_PROBING = "shardwise/parallel/tensor_parallel/forward_layouts.py"  # runs layers on empty tensors, for their layouts
 _SCHEDULES = str(lr_scheduler.__file__)
 _OUTPUT = frozenset({"print", "open", "input", "breakpoint"})
 _UNFOLLOWED = frozenset({"globals", "eval", "exec", "locals"})  # they read names that cannot be followed
@@ -115,7 +116,8 @@ class Watch:
     def _called(self, frame: types.FrameType) -> None:
         code = frame.f_code
         if code is _BACKWARD or code is _GRAD:
-            self._backward(frame)
+            if not _is_probing(frame):
+                self._backward(frame)
             return
         filename = code.co_filename
         if filename == "<string>" and not _is_generated_for_program(frame):
@@ -259,6 +261,15 @@ def _is_generated_for_program(frame: types.FrameType) -> bool:
         return False
     filename = str(names.get("__file__") or "<string>")
     return is_program_code(filename) and not is_own_code(filename)
+
+
+def _is_probing(frame: types.FrameType | None) -> bool:
+    """Whether code runs because the layouts of a layer are looked for, with a backward that is none of the program."""
+    while frame is not None:
+        if frame.f_code.co_filename.endswith(_PROBING):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_importing(frame: types.FrameType | None) -> bool:
