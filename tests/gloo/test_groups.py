@@ -134,26 +134,6 @@ def test_compiled_code_is_of_one_world(tmp_path: Path) -> None:
             assert results == [(2 * rows).tolist(), rows.tolist(), [0.0, 2.0, 4.0, 6.0]]
 
 
-def worlds_on_one_port(folder: str) -> list[float]:
-    """Worlds one after another, as under torchrun: the variables of the environment name one address for all."""
-    found, left = [], dist.FileStore(f"{folder}/left", 2)
-    for number in range(3):
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=60))
-        mesh = sw.init_device_mesh("cpu", (2,))
-        x = sw.distribute_tensor(torch.arange(4.0) + number, mesh, [sw.Shard(0)])
-        found.append((x + torch.ones(4)).sum().item())
-        dist.barrier()
-        dist.destroy_process_group()
-        left.set(f"{os.environ['RANK']} {number}", "")
-        left.wait([f"{rank} {number}" for rank in range(2)])  # else one joins the store that the other is about to end
-    return found
-
-
-def test_worlds_on_one_port(tmp_path: Path) -> None:
-    found = run_processes(worlds_on_one_port, 2, str(tmp_path), backend=None, timeout=150)
-    assert found == [[10.0, 14.0, 18.0]] * 2
-
-
 def new_process_joins(folder: str) -> list[float]:
     """Two worlds of three processes, with a mesh of two. One process leaves, and a new one is in the mesh."""
     process, found = int(os.environ["RANK"]), []

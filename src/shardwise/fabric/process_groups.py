@@ -42,8 +42,6 @@ T = TypeVar("T")
 _numbers = itertools.count()
 LAST_PAUSE = 0.1  # seconds
 
-_LEFT = object()  # in the place of a world whose groups were destroyed
-
 
 class ProcessGroups(Fabric):
     """The rank of this process in its world, process groups made on first use, and checks that ranks do the same."""
@@ -97,31 +95,18 @@ class ProcessGroups(Fabric):
                 "connections of its process groups belong to its parent",
                 hint="take plain tensors into it: full_tensor() or to_local() before it is forked",
             )
-        former = self._world
-        self.leave_world()
-        self._world, self._rank = dist.group.WORLD, dist.get_rank()
+        former, self._world, self._rank = self._world, dist.group.WORLD, dist.get_rank()
         self._worlds += 1
         if self._plain is not None:
             self._plain.close(wait=False)
             self._plain = None
         self._comparisons.clear()
-        _leave_world_where_destroyed(self)
         if former is not None:
+            self._forget()
             for forget in on_later_world:
                 forget()
         self._restart_check()
         return self._rank
-
-    def leave_world(self) -> None:
-        """Drop the groups of a world that has ended, and with them its store.
-
-        A store lives as long as one of its groups, and keeps its port. A later world on this port would meet it, with
-        the addresses of the former ranks.
-        """
-        if self._world is None:
-            return
-        self._world = _LEFT
-        self._forget()
 
     def held_by(self) -> int | None:
         return self.rank() if dist.is_initialized() and dist.group.WORLD is not self._parents else None
@@ -283,6 +268,7 @@ class ProcessGroups(Fabric):
         if self._checks and dist.is_initialized() and dist.get_backend() != "fake" and rank_threads() is None:
             self._checked += 1
             store = _own_store(f"shardwise_check_{self._checked}", "comparing the collectives of ranks")
+            _settle_before_destroying(self)
             self._check = RankCheck(store, dist.get_rank(), dist.get_world_size(), self._interval, self._leave_groups)
 
     # ---------------------------------------------------------------- plain tensors
@@ -455,8 +441,8 @@ class _PlainReport:
         sys.stderr.flush()
 
 
-def _leave_world_where_destroyed(fabric: ProcessGroups) -> None:
-    """Compare ranks that are checked before process groups are destroyed, and drop what we hold of them after."""
+def _settle_before_destroying(fabric: ProcessGroups) -> None:
+    """While ranks are checked, compare them before process groups, and with them the store, are destroyed."""
     original = distributed_c10d.destroy_process_group
     if hasattr(original, "_compares_ranks"):
         return
@@ -465,10 +451,7 @@ def _leave_world_where_destroyed(fabric: ProcessGroups) -> None:
     def destroy_process_group(group: Any = None) -> None:
         if group is None or group is dist.group.WORLD:
             fabric.end_check()
-            original(group)
-            fabric.leave_world()
-        else:
-            original(group)
+        original(group)
 
     setattr(destroy_process_group, "_compares_ranks", True)  # noqa: B010  # pyright knows no attributes of functions
     dist.destroy_process_group = distributed_c10d.destroy_process_group = destroy_process_group
