@@ -17,7 +17,7 @@ from shardwise.debug import CommDebugMode
 from shardwise.rng import cpu_stream as stream
 from shardwise.rng import indexed_generator as indexed
 from shardwise.rng.block_geometry import count_below, extents_of, index_of, indices_between
-from shardwise.rng.mt19937_jump import Origin
+from shardwise.rng.mt19937_jump import Origin, jumps_exactly
 from shardwise.rng.random_fill import FROM, Draw
 from tests.blocks import block_of
 
@@ -388,6 +388,7 @@ def test_a_process_jumps_over_what_it_does_not_need(
     name: str, blocks: str, contiguous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The numbers, and each byte of the state after them."""
+    assert jumps_exactly()  # tried once a process, by jumps
     monkeypatch.setattr(stream, "BLOCK", 128)
     monkeypatch.setattr(stream, "JUMP", 1300)
     jump, jumps = Origin.jump, []
