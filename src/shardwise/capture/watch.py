@@ -29,7 +29,9 @@ _VALUE_READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__"})
 # Files that set random states and tell the recorder, or have generators of their own.
 _KNOWN_SETTERS = frozenset(str(module.__file__) for module in (rank_generators, recorded_states, cpu_stream))
 _COMPARING = ("shardwise/fabric/digests.py", "shardwise/dispatch/random_ops.py")  # ranks; nothing follows from it
-_PROBING = "shardwise/parallel/tensor_parallel/forward_layouts.py"  # runs layers on empty tensors, for their layouts
+_IMPORTING = "<frozen importlib"  # runs code of modules, once
+# Runs layers on empty tensors for their layouts, with a backward that is none of the program.
+_PROBING = "shardwise/parallel/tensor_parallel/forward_layouts.py"
 _SCHEDULES = str(lr_scheduler.__file__)
 _OUTPUT = frozenset({"print", "open", "input", "breakpoint"})
 _UNFOLLOWED = frozenset({"globals", "eval", "exec", "locals"})  # they read names that cannot be followed
@@ -116,14 +118,14 @@ class Watch:
     def _called(self, frame: types.FrameType) -> None:
         code = frame.f_code
         if code is _BACKWARD or code is _GRAD:
-            if not _is_probing(frame):
+            if not _is_inside(frame, _PROBING):
                 self._backward(frame)
             return
         filename = code.co_filename
         if filename == "<string>" and not _is_generated_for_program(frame):
             self._seen.add(code)
         elif is_program_code(filename):
-            if not _is_importing(frame):
+            if not _is_inside(frame, _IMPORTING):
                 self._seen.add(code)
                 self.codes[code] = None
         elif filename == _SCHEDULES and code.co_name in ("step", "get_lr", "_update_lr"):
@@ -193,7 +195,7 @@ class Watch:
             if filename.endswith(_ONLY_SHOWN) or not (is_standard(filename) or filename.endswith(_CALLING_FOR_PROGRAM)):
                 return None
             frame = frame.f_back
-        return None if frame is None or self._is_paused() or _is_importing(frame) else frame
+        return None if frame is None or self._is_paused() or _is_inside(frame, _IMPORTING) else frame
 
     def _from_program(self, frame: types.FrameType | None, what: str) -> None:
         """Refuse what code of the program calls."""
@@ -263,19 +265,10 @@ def _is_generated_for_program(frame: types.FrameType) -> bool:
     return is_program_code(filename) and not is_own_code(filename)
 
 
-def _is_probing(frame: types.FrameType | None) -> bool:
-    """Whether code runs because the layouts of a layer are looked for, with a backward that is none of the program."""
+def _is_inside(frame: types.FrameType | None, filename: str) -> bool:
+    """Whether code runs below code of a file with this in its name."""
     while frame is not None:
-        if frame.f_code.co_filename.endswith(_PROBING):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _is_importing(frame: types.FrameType | None) -> bool:
-    """Whether code runs because a module is imported, which is done once."""
-    while frame is not None:
-        if frame.f_code.co_filename.startswith("<frozen importlib"):
+        if filename in frame.f_code.co_filename:
             return True
         frame = frame.f_back
     return False
